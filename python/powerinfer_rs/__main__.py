@@ -1,0 +1,5 @@
+"""`python -m powerinfer_rs` is `powerinfer`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,167 @@
+"""The native module: the Rust engine, without tokenizer or sampling. `powerinfer_rs.Engine` is the one to use."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, Literal, TypedDict, final, type_check_only
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "ContextOverflowError",
+    "DeviceError",
+    "Engine",
+    "InternalError",
+    "InvalidArgumentError",
+    "ModelFileError",
+    "ModelFormatError",
+    "ModelNotFoundError",
+    "PowerInferError",
+    "UnsupportedModelError",
+    "decode_tensor",
+    "inspect",
+    "instruction_sets",
+    "streaming_read",
+]
+
+class PowerInferError(Exception):
+    """Base of all errors of this package."""
+
+class ModelFormatError(PowerInferError):
+    """A file that breaks its format: the message names file, field, what was found and what would be right."""
+
+class UnsupportedModelError(PowerInferError):
+    """A sound file of an unknown kind: architecture, tensor type, tokenizer."""
+
+class ContextOverflowError(PowerInferError):
+    """More tokens than the context holds."""
+
+class DeviceError(PowerInferError):
+    """A device that can't be used."""
+
+class InternalError(PowerInferError):
+    """A bug in this package."""
+
+class InvalidArgumentError(PowerInferError, ValueError):
+    """An argument that can't be; also a ValueError."""
+
+class ModelFileError(PowerInferError, OSError):
+    """A file that can't be read or written; also an OSError."""
+
+class ModelNotFoundError(PowerInferError, FileNotFoundError):
+    """A file that isn't there; also a FileNotFoundError."""
+
+@type_check_only
+class Info(TypedDict):
+    """What an engine is; it doesn't change."""
+
+    path: PathLike[str]
+    weight_bytes: int
+    architecture: str
+    n_vocab: int
+    n_ctx: int
+    n_ctx_train: int
+    n_layers: int
+    has_predictors: bool
+    activation: Literal["relu", "silu", "gelu"]
+    sparsity: Literal["predicted", "exact", "dense"]
+    sparse_threshold: float
+    device: str
+    instruction_set: str
+    threads: int
+    kv_type: Literal["f32", "f16", "q8_0"]
+    kv_bytes_per_token: int
+
+@type_check_only
+class Stats(TypedDict):
+    """What an engine has done since it was made, or since `reset_stats`."""
+
+    tokens: int
+    bytes_read: int
+    density: list[float]
+    active: list[float]
+    kv_bytes: int
+
+@type_check_only
+class FileInfo(TypedDict):
+    """What a file's header says."""
+
+    magic: Literal["GGUF", "PWRI"]
+    version: int
+    file_bytes: int
+    metadata: dict[str, Any]
+    tensors: list[tuple[str, str, list[int], int]]
+
+@final
+class Engine:
+    """A loaded model and the sequences it is at work on. Safe to use from several threads; steps take turns."""
+
+    def __new__(
+        cls,
+        path: str | PathLike[str],
+        *,
+        threads: int | None = None,
+        n_ctx: int | None = None,
+        sparsity: str = "auto",
+        sparse_threshold: float | None = None,
+        activation: str | None = None,
+        kv_type: str = "f16",
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Engine:
+        """Load a model; `progress` is called with layers done and layers in all."""
+
+    def metadata(self) -> dict[str, Any]:
+        """The file's keys and values."""
+
+    def info(self) -> Info:
+        """What this engine is."""
+
+    def stats(self) -> Stats:
+        """What this engine has done."""
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+
+    def new_sequence(self) -> int:
+        """Make an empty sequence and return its number."""
+
+    def fork(self, sequence: int) -> int:
+        """Make a second sequence of the same content; both share their cache until one goes on."""
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Cut a sequence back to its first `length` tokens."""
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence."""
+
+    def tokens(self, sequence: int) -> list[int]:
+        """The tokens of a sequence."""
+
+    def save(self, sequence: int, path: str | PathLike[str]) -> None:
+        """Write a sequence with its cache to a file."""
+
+    def restore(self, path: str | PathLike[str]) -> int:
+        """Make a sequence of what a file of `save` holds; the same model must have written it."""
+
+    def step(self, batch: list[tuple[int, NDArray[np.uint32], int]]) -> NDArray[np.float32]:
+        """Continue sequences side by side.
+
+        Args:
+            batch: For each sequence its number, its next tokens (1-D uint32), and for how many of the last of them
+                logits are wanted.
+
+        Returns:
+            The wanted logits, float32 of shape (wanted, n_vocab), in the batch's order.
+        """
+
+def inspect(path: str | PathLike[str]) -> FileInfo:
+    """Read a file's header: keys, and of each tensor name, type, dimensions (innermost first) and bytes."""
+
+def decode_tensor(path: str | PathLike[str], name: str) -> NDArray[np.float32]:
+    """Decode one tensor of a file into a flat float32 array."""
+
+def streaming_read(threads: int | None = None, n_bytes: int = 536870912, repeats: int = 5) -> float:
+    """Measure how fast this machine reads memory in one stream a thread: the median, in bytes a second."""
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that this processor has kernels for, the fastest last."""

@@ -1,0 +1,58 @@
+"""The command `powerinfer`.
+
+Exit codes: 0, 1 for a failure told in one line, 2 for wrong usage, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+import typer
+
+from .._engine import PowerInferError
+from . import bench, generate, inspect, options, tokenize
+
+app = typer.Typer(
+    name="powerinfer",
+    help="Run ReLU-sparse and ordinary GGUF language models fast on ordinary machines.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command("generate")(generate.generate)
+app.command("inspect")(inspect.inspect)
+app.command("tokenize")(tokenize.tokenize)
+app.command("bench")(bench.bench)
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=options.show_version, is_eager=True, help="Show the version and exit."
+    ),
+) -> None:
+    pass
+
+
+def main() -> NoReturn:
+    """Run the command line; failures are one line unless `--debug` asks for the traceback."""
+    try:
+        app()
+    except (PowerInferError, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, BrokenPipeError):
+            # Whoever read our output has gone; writing to it at exit would only complain again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+        if options.debug:
+            raise
+        print(f"powerinfer: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        if options.debug:
+            raise
+        print(file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)

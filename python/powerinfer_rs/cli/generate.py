@@ -1,0 +1,134 @@
+"""`powerinfer generate`: text from a prompt, as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..engine import Completion
+from . import options
+
+
+def _read_prompt(prompt: str | None, file: str | None) -> str:
+    if (prompt is None) == (file is None):
+        raise typer.BadParameter("give one of -p TEXT and -f FILE", param_hint="'-p' / '-f'")
+    if prompt is not None:
+        return prompt
+    if file == "-":
+        return sys.stdin.buffer.read().decode("utf-8")
+    try:
+        return Path(file or "").read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{file} is not UTF-8 text: {error}", param_hint="'-f'") from None
+
+
+def generate(
+    model: options.Model = None,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="The text to continue.")] = None,
+    file: Annotated[
+        str | None,
+        typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from a file; - is standard input."),
+    ] = None,
+    n_predict: Annotated[
+        int, typer.Option("-n", "--n-predict", min=-1, help="The most tokens to generate; -1 for no limit.")
+    ] = 128,
+    threads: options.Threads = None,
+    ctx: options.Context = None,
+    temp: Annotated[float, typer.Option("--temp", min=0, help="Temperature; 0 is greedy.")] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Keep the k likeliest tokens; 0 keeps all.")] = 40,
+    top_p: Annotated[float, typer.Option("--top-p", min=0, max=1, help="Keep the likeliest up to this sum.")] = 0.95,
+    min_p: Annotated[
+        float,
+        typer.Option("--min-p", min=0, max=1, help="Keep tokens this likely, relative to the likeliest."),
+    ] = 0.05,
+    repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", help="Against repetition; 1 is off.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("-s", "--seed", min=0, help="Makes the text repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End before this text; may be given several times.")
+    ] = None,
+    special: Annotated[
+        bool, typer.Option("--special", help="Turn control tokens' texts in the prompt into those tokens.")
+    ] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end token.")] = False,
+    slide: Annotated[
+        bool, typer.Option("--slide", help="Go on when the context is full, dropping old tokens.")
+    ] = False,
+    no_echo: Annotated[bool, typer.Option("--no-echo", help="Don't print the prompt.")] = False,
+    sparsity: options.SparsityMode = options.Sparsity.AUTO,
+    sparse_threshold: options.Threshold = None,
+    activation: options.ActivationName = None,
+    kv_type: options.KvTypeName = options.KvType.F16,
+    vram_budget: options.VramBudget = None,
+    as_json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No lines about model and timings.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Continue a prompt; the text goes to standard output, all else to standard error."""
+    text = _read_prompt(prompt, file)
+    engine = options.load(
+        model,
+        threads=threads,
+        ctx=ctx,
+        sparsity=sparsity,
+        sparse_threshold=sparse_threshold,
+        activation=activation,
+        kv_type=kv_type,
+        vram_budget=vram_budget,
+    )
+    notes = Console(stderr=True, quiet=quiet or as_json, highlight=False, soft_wrap=True)
+    notes.print(engine.summary(), style="dim", markup=False)
+    on_text = None
+    if not as_json:
+        sys.stdout.write("" if no_echo else text)
+        sys.stdout.flush()
+        on_text = _write
+    completion = engine.generate(
+        text,
+        max_tokens=n_predict,
+        temperature=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        seed=seed,
+        stop=stop,
+        parse_special=special,
+        ignore_eos=ignore_eos,
+        overflow="slide" if slide else "error",
+        on_text=on_text,
+    )
+    if as_json:
+        print(json.dumps(_report(completion, engine.stats()), ensure_ascii=False))
+        return
+    print(flush=True)
+    t = completion.timings
+    notes.print(
+        f"prompt {t.prompt_tokens} tokens, {t.prompt_tokens_per_second:.1f} tokens/s; "
+        f"text {t.generated_tokens} tokens, {t.tokens_per_second:.1f} tokens/s; ended by {completion.finish_reason}",
+        style="dim",
+        markup=False,
+    )
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _report(completion: Completion, stats: dict[str, object]) -> dict[str, object]:
+    timings = asdict(completion.timings)
+    timings["prompt_tokens_per_second"] = completion.timings.prompt_tokens_per_second
+    timings["tokens_per_second"] = completion.timings.tokens_per_second
+    return {
+        "text": completion.text,
+        "tokens": completion.tokens,
+        "finish_reason": completion.finish_reason,
+        "timings": timings,
+        "stats": {**stats, "path": str(stats["path"])},
+    }

@@ -1,0 +1,122 @@
+"""Options that several commands share, and how an engine is made of them."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from ..engine import Engine
+
+#: Whether a failure shows its traceback.
+debug = False
+
+
+def _set_debug(value: bool) -> None:
+    global debug
+    debug = debug or value
+
+
+def show_version(value: bool) -> None:
+    """Print the version and leave."""
+    if value:
+        from .. import __version__
+
+        print(f"powerinfer-rs {__version__}")
+        raise typer.Exit
+
+
+class Sparsity(str, Enum):
+    """How much of the FFN is computed."""
+
+    AUTO = "auto"
+    PREDICTED = "predicted"
+    EXACT = "exact"
+    DENSE = "dense"
+
+
+class KvType(str, Enum):
+    """How keys and values are cached."""
+
+    F16 = "f16"
+    Q8_0 = "q8_0"
+    F32 = "f32"
+
+
+class Activation(str, Enum):
+    """The FFN's activation."""
+
+    RELU = "relu"
+    SILU = "silu"
+    GELU = "gelu"
+
+
+Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show tracebacks.")]
+Model = Annotated[
+    Path | None,
+    typer.Option("-m", "--model", metavar="FILE", help="A GGUF file; the demo model if left out."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("-t", "--threads", min=1, max=1024, help="Threads; the physical cores if left out."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option("-c", "--ctx", min=1, help="Context in tokens; what the model was trained for if left out."),
+]
+SparsityMode = Annotated[Sparsity, typer.Option("--sparsity", help="How much of the FFN is computed.")]
+Threshold = Annotated[
+    float | None, typer.Option("--sparse-threshold", help="Predictor score from which a neuron is computed.")
+]
+ActivationName = Annotated[
+    Activation | None,
+    typer.Option("--activation", help="The FFN's activation, where the file's isn't right."),
+]
+KvTypeName = Annotated[KvType, typer.Option("--kv-type", help="How keys and values are cached.")]
+VramBudget = Annotated[
+    float | None,
+    typer.Option("--vram-budget", min=0, metavar="GB", help="GPU memory to use; unused without a GPU."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def load(
+    model: Path | None,
+    *,
+    threads: int | None = None,
+    ctx: int | None = None,
+    sparsity: Sparsity = Sparsity.AUTO,
+    sparse_threshold: float | None = None,
+    activation: Activation | None = None,
+    kv_type: KvType = KvType.F16,
+    vram_budget: float | None = None,
+    seed: int | None = None,
+) -> Engine:
+    """Load a model, with a progress bar on a terminal."""
+    bar = Progress(
+        TextColumn("loading"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task("loading", total=None)
+        return Engine(
+            model,
+            threads=threads,
+            n_ctx=ctx,
+            sparsity=sparsity.value,
+            sparse_threshold=sparse_threshold,
+            activation=activation and activation.value,
+            kv_type=kv_type.value,
+            vram_budget=vram_budget,
+            seed=seed,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )

@@ -1,0 +1,584 @@
+"""The engine: a model file, ready to make text."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _engine
+from ._engine import ContextOverflowError, DeviceError, InvalidArgumentError
+from .models import resolve
+from .sampling import Sampler, SamplingParams
+from .tokenizer import StreamDecoder, Tokenizer
+
+_log = logging.getLogger("powerinfer_rs")
+
+
+@dataclass(frozen=True)
+class Timings:
+    """How long a completion took.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        prompt_seconds: Seconds they took.
+        generated_tokens: Tokens generated.
+        generated_seconds: Seconds those took, sampling included.
+    """
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_tokens: int = 0
+    generated_seconds: float = 0.0
+
+    @property
+    def prompt_tokens_per_second(self) -> float:
+        """Prefill speed."""
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed."""
+        return self.generated_tokens / self.generated_seconds if self.generated_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished text; `str()` of it is the text.
+
+    Attributes:
+        text: What was generated, without the prompt and without the stop string.
+        tokens: The generated token ids, that which ended the text left out.
+        finish_reason: "stop" for an end token or stop string, "length" for `max_tokens`.
+        timings: How long it took.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    timings: Timings
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text
+
+
+@dataclass
+class _Run:
+    """A completion in the making."""
+
+    tokens: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: str = "length"
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_seconds: float = 0.0
+
+    def completion(self) -> Completion:
+        timings = Timings(self.prompt_tokens, self.prompt_seconds, len(self.tokens), self.generated_seconds)
+        return Completion("".join(self.pieces), list(self.tokens), self.finish_reason, timings)
+
+
+class _StopStrings:
+    """Holds text back while it may still become a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take more text; return what is free to go, and whether a stop string has come."""
+        self._held += text
+        found = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
+        if found:
+            free, self._held = self._held[: min(found)], ""
+            return free, True
+        keep = max((_overlap(self._held, s) for s in self._stops), default=0)
+        cut = len(self._held) - keep
+        free, self._held = self._held[:cut], self._held[cut:]
+        return free, False
+
+    def finish(self) -> str:
+        """Return what was held back for nothing."""
+        return self._held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How much of the text's end is a beginning of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Engine:
+    """A model, ready to make text. Safe to use from several threads; Ctrl-C stops it within a token.
+
+    Args:
+        path: A GGUF file, PowerInfer's or an ordinary one, or any part of a split one; none for the demo model.
+        threads: Threads to compute with; none for the physical cores this process may use.
+        n_ctx: The most tokens a text can have, prompt included; none for what the model was trained for.
+        sparsity: "predicted" computes the FFN neurons that the file's predictors call on, "exact" (ReLU models)
+            leaves out what a ReLU zeroes, "dense" nothing; "auto" is the first of them that the file allows.
+        sparse_threshold: The predictor score from which a neuron is computed; none for the file's.
+        activation: "relu", "silu" or "gelu" where the file's own isn't right.
+        kv_type: How keys and values are cached: "f16", "q8_0" or "f32". The first 256 positions are always float32.
+        device: "auto" or "cpu".
+        vram_budget: GB of GPU memory to use; 0 or none here, since this build has no GPU.
+        seed: What `generate` and `stream` draw with when they aren't given a seed; none for a fresh one each time.
+        progress: Called with layers loaded and layers in all.
+
+    Raises:
+        ModelNotFoundError: The file isn't there.
+        ModelFormatError: The file is broken.
+        UnsupportedModelError: The file is of an unknown kind.
+        InvalidArgumentError: An argument can't be.
+        DeviceError: The device can't be used.
+
+    Examples:
+        >>> engine = Engine()
+        >>> engine.generate("The capital of France is", max_tokens=2, temperature=0).text
+        ' Paris.'
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        threads: int | None = None,
+        n_ctx: int | None = None,
+        sparsity: str = "auto",
+        sparse_threshold: float | None = None,
+        activation: str | None = None,
+        kv_type: str = "f16",
+        device: str = "auto",
+        vram_budget: float | None = None,
+        seed: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        _check_device(device, vram_budget)
+        for name, value in (("threads", threads), ("n_ctx", n_ctx)):
+            if value is not None and value < 1:
+                raise InvalidArgumentError(f"{name}: got {value}, expected a whole number from 1 on")
+        self._seed = seed
+        self._engine = _engine.Engine(
+            resolve(path),
+            threads=threads,
+            n_ctx=n_ctx,
+            sparsity=sparsity,
+            sparse_threshold=sparse_threshold,
+            activation=activation,
+            kv_type=kv_type,
+            progress=progress,
+        )
+        info = self._engine.info()
+        if info["architecture"] == "falcon" and not info["has_predictors"] and activation is None:
+            _log.warning(
+                "%s: a falcon file without predictors runs with ReLU; for TII's own models give activation='gelu'",
+                info["path"],
+            )
+        _log.info("%s", self.summary())
+
+    def summary(self) -> str:
+        """One line: what runs where, and how."""
+        i = self._engine.info()
+        return (
+            f"{i['path']}: {i['architecture']}, {i['weight_bytes'] / 1e9:.2f} GB mapped on {i['device']} "
+            f"({i['instruction_set']}, {i['threads']} threads), {i['sparsity']} FFN ({i['activation']}), "
+            f"{i['kv_type']} cache of {i['n_ctx']} tokens"
+        )
+
+    @functools.cached_property
+    def metadata(self) -> dict[str, Any]:
+        """The file's keys and values."""
+        return self._engine.metadata()
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The file's tokenizer.
+
+        Raises:
+            UnsupportedModelError: The file has none, or one of an unknown kind.
+        """
+        return Tokenizer(self.metadata)
+
+    @property
+    def n_ctx(self) -> int:
+        """The most tokens a text can have."""
+        return self._engine.info()["n_ctx"]
+
+    @property
+    def n_vocab(self) -> int:
+        """The number of logits."""
+        return self._engine.info()["n_vocab"]
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Turn text into token ids.
+
+        Args:
+            text: Any text.
+            add_special: Add what the model wants at a text's beginning and end (BOS, EOS).
+            parse_special: Turn the texts of control tokens into those tokens; off, text can't forge them.
+
+        Returns:
+            Token ids.
+
+        Examples:
+            >>> Engine().tokenize("The capital of France is")
+            [504, 3575, 282, 4649, 314]
+        """
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+        """Turn token ids into text; control tokens leave none.
+
+        Args:
+            ids: Token ids.
+
+        Returns:
+            The text.
+
+        Raises:
+            InvalidArgumentError: An id isn't in the vocabulary.
+        """
+        return self.tokenizer.decode(int(i) for i in self._ids(ids))
+
+    def logits(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.float32]:
+        """Run tokens through the model, in a fresh sequence.
+
+        Args:
+            ids: Token ids, a list or an integer array of shape (n,).
+
+        Returns:
+            float32 of shape (n, n_vocab): row i is what follows token i.
+
+        Raises:
+            InvalidArgumentError: An id isn't in the vocabulary.
+            ContextOverflowError: There are more than `n_ctx`.
+        """
+        tokens = self._ids(ids)
+        if not len(tokens):
+            return np.empty((0, self.n_vocab), np.float32)
+        sequence = self._engine.new_sequence()
+        try:
+            return self._engine.step([(sequence, tokens, len(tokens))])
+        finally:
+            self._engine.free(sequence)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        repeat_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        on_text: Callable[[str], object] | None = None,
+        **more: Any,
+    ) -> Completion:
+        """Continue a prompt.
+
+        Args:
+            prompt: Text, or token ids.
+            max_tokens: The most tokens to generate; -1 for no limit but the context.
+            temperature: Divides the logits; 0 is greedy.
+            top_k: Keep the k likeliest tokens; 0 keeps all.
+            top_p: Keep the fewest likeliest tokens that together reach this probability.
+            min_p: Keep tokens at least this likely, relative to the likeliest.
+            repeat_penalty: Against repetition; 1 is off.
+            seed: Makes the text repeatable; none for the engine's seed.
+            stop: A string, or several, before which the text ends.
+            on_text: Called with each piece of text as it comes.
+            **more: As for `stream`.
+
+        Returns:
+            The text and how it came about.
+
+        Raises:
+            ContextOverflowError: Prompt and text don't fit the context; its `partial` is the completion so far.
+            InvalidArgumentError: An argument can't be.
+            SamplingError: The model's logits are NaN.
+
+        Examples:
+            >>> c = Engine().generate("Once upon a time", max_tokens=8, seed=1)
+            >>> len(c.tokens), c.finish_reason, c.text == str(c)
+            (8, 'length', True)
+        """
+        run = _Run()
+        pieces = self._stream(
+            run,
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            seed=seed,
+            stop=stop,
+            **more,
+        )
+        for piece in pieces:
+            if on_text is not None:
+                on_text(piece)
+        return run.completion()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        repeat_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        **more: Any,
+    ) -> Iterator[str]:
+        """Continue a prompt, piece by piece.
+
+        Args:
+            prompt: Text, or token ids.
+            max_tokens: As for `generate`, and so the others up to `stop`.
+            temperature: See there.
+            top_k: See there.
+            top_p: See there.
+            min_p: See there.
+            repeat_penalty: See there.
+            seed: See there.
+            stop: See there.
+            **more: `typical_p` (1.0), `frequency_penalty` (0.0), `presence_penalty` (0.0), `penalty_last_n` (64),
+                `logit_bias` ({}): see `SamplingParams`.
+                `parse_special` (False): turn control tokens' texts in the prompt into those tokens.
+                `ignore_eos` (False): go on after an end token.
+                `overflow` ("error"): what to do when the context is full: "error", or "slide" to go on with the
+                first `keep` tokens and the newer half of the others.
+                `keep` (None): none for the whole prompt; at most half the context.
+
+        Yields:
+            Pieces of text; joined they are `generate`'s text.
+
+        Raises:
+            ContextOverflowError: Prompt and text don't fit the context; its `partial` is the completion so far.
+            InvalidArgumentError: An argument can't be.
+            SamplingError: The model's logits are NaN.
+
+        Examples:
+            >>> "".join(Engine().stream("The capital of France is", max_tokens=2, temperature=0))
+            ' Paris.'
+        """
+        return self._stream(
+            _Run(),
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            seed=seed,
+            stop=stop,
+            **more,
+        )
+
+    def _stream(
+        self,
+        run: _Run,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        typical_p: float = 1.0,
+        repeat_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        penalty_last_n: int = 64,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        parse_special: bool = False,
+        ignore_eos: bool = False,
+        overflow: str = "error",
+        keep: int | None = None,
+    ) -> Iterator[str]:
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            typical_p=typical_p,
+            repeat_penalty=repeat_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            penalty_last_n=penalty_last_n,
+            logit_bias=logit_bias or {},
+        )
+        sampler = Sampler(params, self._seed if seed is None else seed)
+        stops = _StopStrings([s for s in ([stop] if isinstance(stop, str) else stop or []) if s])
+        if max_tokens < -1:
+            raise InvalidArgumentError(f"max_tokens: got {max_tokens}, expected a whole number from -1 on")
+        if overflow not in ("error", "slide"):
+            raise InvalidArgumentError(f"overflow: got {overflow!r}, expected error or slide")
+        tokens = self._prompt_ids(prompt, parse_special)
+        if overflow == "slide":
+            tokens = self._slide(tokens, len(tokens) if keep is None else keep, room=0)
+        kept = min(len(tokens) if keep is None else keep, self.n_ctx // 2)
+        return self._pieces(run, tokens, kept if overflow == "slide" else None, max_tokens, sampler, stops, ignore_eos)
+
+    def _pieces(
+        self,
+        run: _Run,
+        tokens: list[int],
+        kept: int | None,
+        max_tokens: int,
+        sampler: Sampler,
+        stops: _StopStrings,
+        ignore_eos: bool,
+    ) -> Iterator[str]:
+        """The loop of `stream`; `kept` is none where a full context is an error."""
+        decoder = StreamDecoder(self.tokenizer)
+        end_ids = frozenset[int]() if ignore_eos else self.tokenizer.end_ids
+        run.prompt_tokens = len(tokens)
+        history = list(tokens)
+        sequence = self._engine.new_sequence()
+        held = 0
+        stopped = False
+        try:
+            started = time.perf_counter()
+            logits = self._step(run, sequence, tokens)
+            held = len(tokens)
+            run.prompt_seconds = time.perf_counter() - started
+            while max_tokens < 0 or len(run.tokens) < max_tokens:
+                started = time.perf_counter()
+                token = sampler.sample(logits, history)
+                if token in end_ids:
+                    run.finish_reason = "stop"
+                    break
+                run.tokens.append(token)
+                history.append(token)
+                text, stopped = stops.push(decoder.push(token))
+                if text:
+                    run.pieces.append(text)
+                    run.generated_seconds += time.perf_counter() - started
+                    yield text
+                    started = time.perf_counter()
+                if stopped:
+                    run.finish_reason = "stop"
+                    break
+                if max_tokens < 0 or len(run.tokens) < max_tokens:
+                    following = [token]
+                    if kept is not None and held + 1 > self.n_ctx:
+                        history = self._slide(history, kept, room=1)
+                        following, held = history, 0
+                        self._engine.truncate(sequence, 0)
+                    logits = self._step(run, sequence, following)
+                    held += len(following)
+                run.generated_seconds += time.perf_counter() - started
+            if not stopped:
+                text, stopped = stops.push(decoder.finish())
+                text += "" if stopped else stops.finish()
+                if text:
+                    run.pieces.append(text)
+                    yield text
+        finally:
+            self._engine.free(sequence)
+
+    def _step(self, run: _Run, sequence: int, tokens: Sequence[int]) -> NDArray[np.float32]:
+        try:
+            logits: NDArray[np.float32] = self._engine.step([(sequence, np.asarray(tokens, np.uint32), 1)])[0]
+            return logits
+        except ContextOverflowError as error:
+            error.partial = run.completion()  # type: ignore[attr-defined]
+            raise
+
+    def _slide(self, tokens: list[int], kept: int, room: int) -> list[int]:
+        """Tokens that leave `room` in the context: all where they fit, else the first `kept` and the newer half."""
+        if len(tokens) + room <= self.n_ctx:
+            return tokens
+        kept = min(kept, self.n_ctx // 2)
+        newer = max(1, (self.n_ctx - kept) // 2)
+        return tokens[:kept] + tokens[-newer:]
+
+    def _prompt_ids(self, prompt: str | Sequence[int], parse_special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = self.tokenize(prompt, parse_special=parse_special)
+        else:
+            tokens = [int(i) for i in self._ids(prompt)]
+        if tokens:
+            return tokens
+        start = self.tokenizer.bos_id if self.tokenizer.bos_id is not None else self.tokenizer.eos_id
+        if start is None:
+            raise InvalidArgumentError("prompt: got no tokens, expected at least one")
+        return [start]
+
+    def _ids(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.uint32]:
+        """Token ids as the native engine wants them, checked."""
+        array = np.asarray(ids)
+        if array.size == 0:
+            return np.empty(0, np.uint32)
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            got = f"{array.dtype} of shape {array.shape}"
+            raise InvalidArgumentError(f"ids: got {got}, expected whole numbers of shape (n,)")
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= self.n_vocab:
+            bad = low if low < 0 else high
+            raise InvalidArgumentError(f"ids: got {bad}, expected 0 to {self.n_vocab - 1}")
+        return array.astype(np.uint32)
+
+    def stats(self) -> dict[str, Any]:
+        """What this engine is and has done.
+
+        Returns:
+            `device`, `instruction_set`, `threads`, `sparsity`, `sparse_threshold`, `activation`, `kv_type`, `n_ctx`,
+            `architecture`, `path`; `tokens` run so far; `bytes_read`: bytes of weights read for them; `density`: for
+            each layer the share of FFN neurons selected for the average token; `active`: the share that
+            contributed; `weight_bytes` mapped; `kv_bytes` in use; `kv_bytes_per_token`.
+        """
+        return {**self._engine.info(), **self._engine.stats()}
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._engine.reset_stats()
+
+    @property
+    def native(self) -> _engine.Engine:
+        """The Rust engine: sequences that fork, share, are cut back, saved and restored, in batches."""
+        return self._engine
+
+    def __enter__(self) -> Engine:
+        """Return the engine."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Do nothing: memory goes when the last reference does."""
+
+    def __repr__(self) -> str:
+        """Describe the engine in one line."""
+        return f"<powerinfer_rs.Engine {self.summary()}>"
+
+
+def _check_device(device: str, vram_budget: float | None) -> None:
+    if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
+        raise InvalidArgumentError(f"device: got {device!r}, expected auto or cpu")
+    if device.startswith("cuda"):
+        raise DeviceError(f"device {device}: this build runs on the processor only; expected auto or cpu")
+    if vram_budget is not None and not vram_budget >= 0:
+        raise InvalidArgumentError(f"vram_budget: got {vram_budget}, expected GB from 0 on")
+    if vram_budget:
+        _log.warning("vram_budget %s GB goes unused: this build runs on the processor only", vram_budget)

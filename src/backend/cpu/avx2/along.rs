@@ -1,0 +1,121 @@
+//! What runs along one row: decoding it, and adding a multiple of it to another.
+
+use std::arch::x86_64::*;
+
+use crate::quant::{self, DType};
+
+use super::*;
+
+/// `out += a * row`, over whole blocks of the row.
+///
+/// # Safety
+/// The processor has the instruction set.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn axpy(dtype: DType, a: f32, row: &[u8], out: &mut [f32]) {
+    let (n, at, factor) = (out.len(), out.as_mut_ptr(), _mm256_set1_ps(a));
+    // SAFETY: `each_eight` names eight places of `out`; the processor has the instruction set.
+    let done = unsafe {
+        each_eight(dtype, row, n, |i, w| {
+            _mm256_storeu_ps(at.add(i), _mm256_fmadd_ps(factor, w, _mm256_loadu_ps(at.add(i))));
+        })
+    };
+    let mut tail = [0.0f32; 8];
+    let tail = &mut tail[..n - done];
+    quant::decode(dtype, &row[dtype.row_bytes(done)..], tail);
+    for (o, w) in out[done..].iter_mut().zip(tail) {
+        *o = a.mul_add(*w, *o);
+    }
+}
+
+/// Decodes whole blocks of a row.
+///
+/// # Safety
+/// The processor has the instruction set.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn decode(dtype: DType, row: &[u8], out: &mut [f32]) {
+    let at = out.as_mut_ptr();
+    // SAFETY: as in `axpy`.
+    let done = unsafe { each_eight(dtype, row, out.len(), |i, w| _mm256_storeu_ps(at.add(i), w)) };
+    quant::decode(dtype, &row[dtype.row_bytes(done)..], &mut out[done..]);
+}
+
+/// `out += a * x`
+///
+/// # Safety
+/// The processor has the instruction set.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn axpy_f32(a: f32, x: &[f32], out: &mut [f32]) {
+    // SAFETY: float32 in memory is its own encoding.
+    let bytes = unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), 4 * x.len()) };
+    // SAFETY: the processor has the instruction set.
+    unsafe { axpy(DType::F32, a, bytes, out) };
+}
+
+/// Gives `f` the weights of a row by eights, and returns how many that was: all but a float row's tail.
+///
+/// # Safety
+/// The processor has the instruction set.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn each_eight(dtype: DType, row: &[u8], n: usize, f: impl FnMut(usize, __m256)) -> usize {
+    assert!(row.len() >= dtype.row_bytes(n));
+    // SAFETY: the row has n weights.
+    unsafe {
+        match dtype {
+            DType::F32 | DType::I32 => each_float::<F32>(row, n, f),
+            DType::F16 => each_float::<F16>(row, n, f),
+            DType::BF16 => each_float::<BF16>(row, n, f),
+            DType::Q4_0 => each_quantized::<Q4_0>(row, n, f),
+            DType::Q4_1 => each_quantized::<Q4_1>(row, n, f),
+            DType::Q5_0 => each_quantized::<Unpacked<quant::Q5_0>>(row, n, f),
+            DType::Q5_1 => each_quantized::<Unpacked<quant::Q5_1>>(row, n, f),
+            DType::Q8_0 => each_quantized::<Q8_0>(row, n, f),
+            DType::Q2K => each_quantized::<Unpacked<quant::Q2K>>(row, n, f),
+            DType::Q3K => each_quantized::<Unpacked<quant::Q3K>>(row, n, f),
+            DType::Q4K => each_quantized::<Q4K>(row, n, f),
+            DType::Q5K => each_quantized::<Unpacked<quant::Q5K>>(row, n, f),
+            DType::Q6K => each_quantized::<Q6K>(row, n, f),
+            DType::Iq4Nl => each_quantized::<Unpacked<quant::Iq4Nl>>(row, n, f),
+            DType::Iq4Xs => each_quantized::<Unpacked<quant::Iq4Xs>>(row, n, f),
+        }
+    }
+}
+
+/// # Safety
+/// `row` has `n` weights; the processor has the instruction set.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn each_float<F: Floats>(row: &[u8], n: usize, mut f: impl FnMut(usize, __m256)) -> usize {
+    for at in (0..n / 8 * 8).step_by(8) {
+        // SAFETY: eight weights of the row.
+        f(at, unsafe { F::load(row.as_ptr().add(at * F::BYTES)) });
+    }
+    n / 8 * 8
+}
+
+/// # Safety
+/// `row` has `n` weights, a whole number of blocks; the processor has the instruction set.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn each_quantized<F: Units>(row: &[u8], n: usize, mut f: impl FnMut(usize, __m256)) -> usize {
+    for (b, block) in row.chunks_exact(F::BLOCK_BYTES).take(n / F::BLOCK_LEN).enumerate() {
+        // SAFETY: the block is whole.
+        let state = unsafe { F::begin(block.as_ptr()) };
+        for i in 0..F::BLOCK_LEN / 32 {
+            // SAFETY: i counts the block's units.
+            let (q, scale, min) = unsafe { F::unit(&state, block.as_ptr(), i) };
+            let of_group = |x: __m256, high: bool| {
+                if high { _mm256_permute2f128_ps(x, x, 0x11) } else { _mm256_permute2f128_ps(x, x, 0x00) }
+            };
+            for part in 0..4 {
+                let half = if part >= 2 { _mm256_extracti128_si256(q, 1) } else { _mm256_castsi256_si128(q) };
+                let eight = if part % 2 == 1 { _mm_srli_si128(half, 8) } else { half };
+                let wide = if F::SIGNED { _mm256_cvtepi8_epi32(eight) } else { _mm256_cvtepu8_epi32(eight) };
+                let (scale, min) = (of_group(scale, part >= 2), of_group(min, part >= 2));
+                let at = b * F::BLOCK_LEN + 32 * i + 8 * part;
+                f(at, _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), scale, min));
+            }
+        }
+    }
+    n / F::BLOCK_LEN * F::BLOCK_LEN
+}

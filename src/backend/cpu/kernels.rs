@@ -1,0 +1,142 @@
+//! The table of kernels: one set of function pointers for each instruction set, chosen once, at run time.
+
+use std::sync::OnceLock;
+
+use crate::quant::DType;
+use crate::{Error, Result};
+
+use super::operand::{Operand, QRowMut};
+
+/// Dot products of weight rows with every token of an operand: `out[t * stride + r] = rows[r] · x[t]`.
+/// The result for one row and token doesn't depend on the others in the call.
+///
+/// # Safety
+/// Each row points to `x.n_cols` weights of the kernel's type, a whole number of blocks; `out` has a place for each
+/// row and token; the processor has the kernel's instruction set.
+pub type Dot = unsafe fn(rows: Rows, x: &Operand, out: *mut f32, stride: usize);
+
+/// Rows to multiply, and rows that the next call will want: a kernel asks memory for those while it works. They need
+/// not be valid.
+#[derive(Clone, Copy)]
+pub struct Rows<'a> {
+    pub now: &'a [*const u8],
+    pub next: &'a [*const u8],
+}
+
+pub type LayerNorm = unsafe fn(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]);
+
+/// What an instruction set offers. The functions' safety: the processor has it. [`select`] hands out no other.
+pub struct Kernels {
+    pub name: &'static str,
+    /// By `DType as usize`. For a quantised type the operand must be quantised.
+    pub dot: [Dot; DType::ALL.len()],
+    pub quantize: unsafe fn(x: &[f32], out: &mut QRowMut),
+    pub axpy: unsafe fn(dtype: DType, a: f32, row: &[u8], out: &mut [f32]),
+    pub axpy_f32: unsafe fn(a: f32, x: &[f32], out: &mut [f32]),
+    pub decode: unsafe fn(dtype: DType, bytes: &[u8], out: &mut [f32]),
+    pub rms_norm: unsafe fn(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]),
+    pub layer_norm: LayerNorm,
+    pub softmax: unsafe fn(x: &mut [f32], scale: f32),
+    pub silu: unsafe fn(x: &mut [f32]),
+    pub gelu: unsafe fn(x: &mut [f32]),
+}
+
+/// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance` and `along` beside it.
+macro_rules! table {
+    ($name:literal, $dot_for:ident) => {
+        Kernels {
+            name: $name,
+            dot: {
+                let mut dot = [$dot_for(DType::F32); DType::ALL.len()];
+                let mut i = 0;
+                while i < dot.len() {
+                    dot[i] = $dot_for(DType::ALL[i]);
+                    i += 1;
+                }
+                dot
+            },
+            quantize: instance::quantize,
+            axpy: along::axpy,
+            axpy_f32: along::axpy_f32,
+            decode: along::decode,
+            rms_norm: instance::rms_norm,
+            layer_norm: instance::layer_norm,
+            softmax: instance::softmax,
+            silu: instance::silu,
+            gelu: instance::gelu,
+        }
+    };
+}
+pub(super) use table;
+
+/// Cuts rows and tokens into tiles of 4 or 1 by 4 or 1 and calls
+/// `tile::<F, R, T>(rows, rows that follow, x, first token, out, stride)` for each. For the body of a [`Dot`], whose
+/// promises are the tiles' too.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! over_tiles {
+    ($tile:ident::<$f:ty>($rows:expr, $x:expr, $out:expr, $stride:expr)) => {{
+        let (fours, ones) = $rows.now.as_chunks::<4>();
+        let mut t = 0;
+        while t < $x.n_tokens {
+            let n = if $x.n_tokens - t >= 4 { 4 } else { 1 };
+            for (i, rows) in fours.iter().enumerate() {
+                let next = fours.get(i + 1).or($rows.next.first_chunk::<4>()).unwrap_or(rows);
+                // SAFETY: as the caller promises; the output's places are those of these rows and tokens.
+                unsafe {
+                    let out = $out.add(t * $stride + 4 * i);
+                    match n {
+                        4 => $tile::<$f, 4, 4>(rows, next, $x, t, out, $stride),
+                        _ => $tile::<$f, 4, 1>(rows, next, $x, t, out, $stride),
+                    }
+                }
+            }
+            for (i, row) in ones.iter().enumerate() {
+                // SAFETY: as above.
+                unsafe {
+                    let out = $out.add(t * $stride + 4 * fours.len() + i);
+                    match n {
+                        4 => $tile::<$f, 1, 4>(&[*row], &[*row], $x, t, out, $stride),
+                        _ => $tile::<$f, 1, 1>(&[*row], &[*row], $x, t, out, $stride),
+                    }
+                }
+            }
+            t += n;
+        }
+    }};
+}
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+pub(super) use over_tiles;
+
+/// Forces an instruction set: `scalar`, `avx2`, `avx512` or `neon`.
+pub const ISA_VARIABLE: &str = "POWERINFER_ISA";
+
+/// The tables that this processor can run, the fastest last.
+pub fn available() -> Vec<&'static Kernels> {
+    let mut all = vec![&super::scalar::KERNELS];
+    #[cfg(target_arch = "x86_64")]
+    {
+        if super::avx2::is_available() {
+            all.push(&super::avx2::KERNELS);
+        }
+        if super::avx512::is_available() {
+            all.push(&super::avx512::KERNELS);
+        }
+    }
+    #[cfg(target_arch = "aarch64")]
+    all.push(&super::neon::KERNELS);
+    all
+}
+
+/// The fastest table this processor can run, or the one that the environment variable names.
+pub fn select() -> Result<&'static Kernels> {
+    static FASTEST: OnceLock<&'static Kernels> = OnceLock::new();
+    match std::env::var(ISA_VARIABLE) {
+        Ok(name) if !name.is_empty() => {
+            let all = available();
+            let names: Vec<_> = all.iter().map(|k| k.name).collect();
+            let found = all.iter().find(|k| k.name.eq_ignore_ascii_case(&name)).copied();
+            found.ok_or_else(|| Error::argument(ISA_VARIABLE, name, format!("one of {}", names.join(", "))))
+        }
+        _ => Ok(FASTEST.get_or_init(|| available().pop().expect("scalar is always there"))),
+    }
+}

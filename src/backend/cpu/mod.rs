@@ -1,0 +1,32 @@
+//! The processor: kernels for each instruction set behind one table, a pool of threads, and the verbs of
+//! [`Backend`](super::Backend) made of both.
+//!
+//! `kernels` picks an instruction set; `scalar`, `avx2`, `avx512` and `neon` repeat the same names; `portable` is what
+//! plain Rust says best for all of them. `pool` shares an operation among threads, `ops` and `attention` are the verbs.
+
+mod attention;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub mod bandwidth;
+pub mod kernels;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+pub mod operand;
+mod ops;
+pub mod pool;
+mod portable;
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub use ops::Cpu;
+
+/// Asks memory for bytes that will be wanted soon, where the processor can be asked.
+pub(crate) fn fetch(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    x86::fetch(&[bytes.as_ptr()], 0, bytes.len());
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
+}

@@ -1,0 +1,446 @@
+//! The verbs of [`Backend`] on the processor. Every result element is computed whole by one chunk of an operation and
+//! in one order, so neither the number of threads nor the size of a batch changes a bit of it.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use crate::backend::{
+    Activation, Backend, KV_BLOCK, KvShape, Linear, Neurons, Norm, NormKind, Place, RopePairs, Rotations,
+};
+use crate::quant::Matrix;
+
+use super::attention::{attend_group, encode_kv};
+use super::fetch;
+use super::kernels::{Kernels, Rows};
+use super::operand::{Operand, Quantized};
+use super::pool::{Parts, Team};
+
+/// Rows that a kernel sees at a time when there are several tokens: their weights stay in the second-level cache.
+const ROW_TILE: usize = 32;
+/// Rows of the next tile that memory is asked for while a kernel works on one.
+const AHEAD: usize = 4;
+/// How far ahead memory is asked for a neuron's row.
+const NEURONS_AHEAD: usize = 3;
+/// The least bytes of weights worth a chunk of their own.
+const CHUNK_BYTES: usize = 16 << 10;
+/// The least values worth a chunk of element-wise work.
+const CHUNK_VALUES: usize = 4096;
+/// Columns of a row that are decoded at a time.
+const COLUMN_TILE: usize = 256;
+
+/// The processor during one forward pass.
+pub struct Cpu<'a> {
+    kernels: &'static Kernels,
+    team: &'a Team,
+    quantized: Quantized,
+    bytes_read: u64,
+}
+
+impl<'a> Cpu<'a> {
+    pub fn new(kernels: &'static Kernels, team: &'a Team) -> Self {
+        Self { kernels, team, quantized: Quantized::default(), bytes_read: 0 }
+    }
+
+    /// Calls `f` with every row number, a few to a chunk.
+    fn for_rows(&self, n_rows: usize, width: usize, f: &(dyn Fn(usize) + Sync)) {
+        let rows = (CHUNK_VALUES / width.max(1)).clamp(1, n_rows.max(1));
+        self.team.run(n_rows.div_ceil(rows), &|c| (c * rows..((c + 1) * rows).min(n_rows)).for_each(f));
+    }
+
+    /// Calls `f` with runs of values of `x`.
+    fn for_values(&self, x: &mut [f32], f: &(dyn Fn(usize, &mut [f32]) + Sync)) {
+        let n = x.len();
+        let parts = Parts::new(x);
+        self.team.run(n.div_ceil(CHUNK_VALUES), &|c| {
+            let start = c * CHUNK_VALUES;
+            // SAFETY: each chunk takes its own run.
+            f(start, unsafe { parts.part(start, CHUNK_VALUES.min(n - start)) });
+        });
+    }
+
+    fn quantize(&mut self, x: &[f32], n_cols: usize) {
+        let n_tokens = x.len() / n_cols;
+        let mut quantized = std::mem::take(&mut self.quantized);
+        quantized.resize(n_tokens, n_cols);
+        let rows = quantized.parts();
+        self.for_rows(n_tokens, n_cols, &|t| {
+            // SAFETY: each token has its own row; the table is this processor's.
+            unsafe { (self.kernels.quantize)(&x[t * n_cols..][..n_cols], &mut rows.row(t)) };
+        });
+        self.quantized = quantized;
+    }
+
+    /// Rows a chunk takes out of `n_rows` of `row_bytes`.
+    fn rows_per_chunk(&self, n_rows: usize, row_bytes: usize, n_tokens: usize) -> usize {
+        let fair = n_rows.div_ceil(4 * self.team.n_threads());
+        let worthwhile = CHUNK_BYTES.div_ceil(row_bytes * n_tokens.min(4));
+        fair.max(worthwhile).next_multiple_of(4)
+    }
+}
+
+/// The dot products of rows `first..first + n` (of `list`, or of the matrix) with every token.
+fn dot_rows(
+    kernels: &Kernels,
+    linear: &Linear,
+    list: Option<&[u32]>,
+    rows: std::ops::Range<usize>,
+    x: &Operand,
+    out: &Parts<f32>,
+    width: usize,
+) {
+    let matrix = &linear.weight;
+    let (bytes, row_bytes) = (matrix.bytes(), matrix.row_bytes());
+    let dot = kernels.dot[matrix.dtype() as usize];
+    assert_eq!(matrix.n_cols(), x.n_cols);
+    let mut pointers = [std::ptr::null(); ROW_TILE + AHEAD];
+    let mut results = [0.0f32; ROW_TILE];
+    let mut tile = vec![0.0f32; if x.n_tokens > 1 { ROW_TILE * x.n_tokens } else { 0 }];
+    let row_of = |i: usize| list.map_or(i, |list| list[i] as usize);
+    for first in rows.clone().step_by(ROW_TILE) {
+        let n = ROW_TILE.min(rows.end - first);
+        let with_next = (n + AHEAD).min(rows.end - first);
+        for (i, p) in pointers[..with_next].iter_mut().enumerate() {
+            *p = bytes[row_of(first + i) * row_bytes..][..row_bytes].as_ptr();
+        }
+        let tile_rows = Rows { now: &pointers[..n], next: &pointers[n..with_next] };
+        let values = if x.n_tokens > 1 { &mut tile[..] } else { &mut results[..] };
+        // SAFETY: the pointers are whole rows of the matrix, `values` holds n_tokens rows of ROW_TILE, and the table
+        // is this processor's.
+        unsafe { dot(tile_rows, x, values.as_mut_ptr(), ROW_TILE) };
+        for (t, values) in values.chunks_exact_mut(ROW_TILE).enumerate() {
+            if let Some(bias) = &linear.bias {
+                for (i, v) in values[..n].iter_mut().enumerate() {
+                    *v += bias[row_of(first + i)];
+                }
+            }
+            // SAFETY: chunks have rows of their own, and so columns of the output.
+            unsafe { out.part(t * width + first, n) }.copy_from_slice(&values[..n]);
+        }
+    }
+}
+
+impl Backend for Cpu<'_> {
+    type Buffer = Vec<f32>;
+    type KvBlock = Vec<u8>;
+
+    fn embed(&mut self, table: &Matrix, ids: &[u32], out: &mut Vec<f32>) {
+        out.clear();
+        out.resize(ids.len() * table.n_cols(), 0.0);
+        self.add_embedding(table, ids, out);
+    }
+
+    fn add_embedding(&mut self, table: &Matrix, ids: &[u32], x: &mut Vec<f32>) {
+        for (id, x) in ids.iter().zip(x.chunks_exact_mut(table.n_cols())) {
+            // SAFETY: the table is this processor's.
+            unsafe { (self.kernels.axpy)(table.dtype(), 1.0, table.row(*id as usize), x) };
+        }
+        self.bytes_read += (ids.len() * table.row_bytes()) as u64;
+    }
+
+    fn norm(&mut self, norm: &Norm, x: &Vec<f32>, out: &mut Vec<f32>) {
+        let width = norm.weight.len();
+        out.resize(x.len(), 0.0);
+        let out = Parts::new(out);
+        self.for_rows(x.len() / width, width, &|t| {
+            let x = &x[t * width..][..width];
+            // SAFETY: each row is written once; the table is this processor's.
+            unsafe {
+                let out = out.part(t * width, width);
+                match norm.kind {
+                    NormKind::Rms => (self.kernels.rms_norm)(x, &norm.weight, norm.eps, out),
+                    NormKind::Layer => {
+                        (self.kernels.layer_norm)(x, &norm.weight, norm.bias.as_deref(), norm.eps, out)
+                    }
+                }
+            }
+        });
+    }
+
+    fn matmul<const N: usize>(&mut self, linears: [&Linear; N], x: &Vec<f32>, out: [&mut Vec<f32>; N]) {
+        let n_cols = linears[0].weight.n_cols();
+        let n_tokens = x.len() / n_cols;
+        if linears.iter().any(|l| l.weight.dtype().is_quantized()) {
+            self.quantize(x, n_cols);
+        }
+        let operand = Operand { n_cols, first: 0, n_tokens, values: x, quantized: Some(&self.quantized) };
+        let mut starts = [0; N];
+        let mut sizes = [0; N];
+        let mut n_chunks = 0;
+        for (i, linear) in linears.iter().enumerate() {
+            let w = &linear.weight;
+            starts[i] = n_chunks;
+            sizes[i] = self.rows_per_chunk(w.n_rows(), w.row_bytes(), n_tokens);
+            n_chunks += w.n_rows().div_ceil(sizes[i]);
+            self.bytes_read += w.bytes().len() as u64;
+        }
+        let mut i = 0;
+        let parts = out.map(|out| {
+            out.resize(n_tokens * linears[i].weight.n_rows(), 0.0);
+            i += 1;
+            Parts::new(out)
+        });
+        self.team.run(n_chunks, &|c| {
+            let i = starts.partition_point(|s| *s <= c) - 1;
+            let n_rows = linears[i].weight.n_rows();
+            let first = (c - starts[i]) * sizes[i];
+            let rows = first..(first + sizes[i]).min(n_rows);
+            dot_rows(self.kernels, linears[i], None, rows, &operand, &parts[i], n_rows);
+        });
+    }
+
+    fn matmul_rows(&mut self, linear: &Linear, neurons: &Neurons, x: &Vec<f32>, out: &mut Vec<f32>) {
+        let w = &linear.weight;
+        let (n_cols, n_rows) = (w.n_cols(), neurons.list.len());
+        let n_tokens = x.len() / n_cols;
+        if w.dtype().is_quantized() {
+            self.quantize(x, n_cols);
+        }
+        self.bytes_read += (n_rows * w.row_bytes()) as u64;
+        out.resize(n_tokens * n_rows, 0.0);
+        let operand = Operand { n_cols, first: 0, n_tokens, values: x, quantized: Some(&self.quantized) };
+        let size = self.rows_per_chunk(n_rows, w.row_bytes(), n_tokens);
+        let out = Parts::new(out);
+        self.team.run(n_rows.div_ceil(size), &|c| {
+            let rows = c * size..((c + 1) * size).min(n_rows);
+            dot_rows(self.kernels, linear, Some(&neurons.list), rows, &operand, &out, n_rows);
+        });
+    }
+
+    fn axpy_rows(
+        &mut self,
+        linear: &Linear,
+        neurons: &Neurons,
+        h: &Vec<f32>,
+        n_tokens: usize,
+        out: &mut Vec<f32>,
+    ) -> usize {
+        let w = &linear.weight;
+        let (width, n_active) = (w.n_cols(), neurons.list.len());
+        out.resize(n_tokens * width, 0.0);
+        let n_read = (0..n_active).filter(|i| (0..n_tokens).any(|t| h[t * n_active + i] != 0.0)).count();
+        self.bytes_read += (n_read * w.row_bytes()) as u64;
+        // A column's sum runs over the neurons in order wherever the columns are cut.
+        let tile = COLUMN_TILE.max(w.dtype().block_len());
+        let columns = width.div_ceil(self.team.n_threads() * if n_tokens > 1 { 4 } else { 1 });
+        let columns = columns.next_multiple_of(tile);
+        let out = Parts::new(out);
+        let (kernels, dtype) = (self.kernels, w.dtype());
+        self.team.run(width.div_ceil(columns), &|c| {
+            let (start, end) = (c * columns, ((c + 1) * columns).min(width));
+            let bytes = dtype.row_bytes(start)..dtype.row_bytes(end);
+            // SAFETY: each chunk has columns of its own.
+            let of = |t: usize| unsafe { out.part(t * width + start, end - start) };
+            for t in 0..n_tokens {
+                match &linear.bias {
+                    Some(bias) => of(t).copy_from_slice(&bias[start..end]),
+                    None => of(t).fill(0.0),
+                }
+            }
+            let mut decoded = vec![0.0; if n_tokens > 1 { end - start } else { 0 }];
+            for (i, neuron) in neurons.list.iter().enumerate() {
+                let row = &w.row(*neuron as usize)[bytes.clone()];
+                if let Some(next) = neurons.list.get(i + NEURONS_AHEAD) {
+                    fetch(&w.row(*next as usize)[bytes.clone()]);
+                }
+                // SAFETY: the table is this processor's.
+                unsafe {
+                    if n_tokens == 1 {
+                        if h[i] != 0.0 {
+                            (kernels.axpy)(dtype, h[i], row, of(0));
+                        }
+                    } else {
+                        (kernels.decode)(dtype, row, &mut decoded);
+                        for t in 0..n_tokens {
+                            let a = h[t * n_active + i];
+                            if a != 0.0 {
+                                (kernels.axpy_f32)(a, &decoded, of(t));
+                            }
+                        }
+                    }
+                }
+            }
+        });
+        h.iter().filter(|h| **h != 0.0).count()
+    }
+
+    fn select(
+        &mut self,
+        scores: &Vec<f32>,
+        n_neurons: usize,
+        threshold: f32,
+        neurons: &mut Neurons,
+    ) -> usize {
+        neurons.list.clear();
+        let n_tokens = scores.len() / n_neurons;
+        let on = |t: usize, j: usize| scores[t * n_neurons + j] >= threshold;
+        for j in 0..n_neurons {
+            if (0..n_tokens).any(|t| on(t, j)) {
+                neurons.list.push(j as u32);
+            }
+        }
+        let n_listed = neurons.list.len();
+        neurons.on.clear();
+        neurons.on.resize(n_tokens * n_listed, false);
+        let count = AtomicUsize::new(0);
+        let flags = Parts::new(&mut neurons.on);
+        let list = &neurons.list;
+        self.for_rows(n_tokens, n_listed, &|t| {
+            // SAFETY: each token has its own row.
+            let flags = unsafe { flags.part(t * n_listed, n_listed) };
+            for (flag, j) in flags.iter_mut().zip(list) {
+                *flag = on(t, *j as usize);
+            }
+            count.fetch_add(flags.iter().filter(|f| **f).count(), Ordering::Relaxed);
+        });
+        count.into_inner()
+    }
+
+    fn keep_positive(&mut self, values: &mut Vec<f32>, neurons: &mut Neurons) {
+        let n = neurons.list.len();
+        if n == 0 {
+            return;
+        }
+        let n_tokens = values.len() / n;
+        let alive: Vec<AtomicBool> = (0..n).map(|_| AtomicBool::new(false)).collect();
+        {
+            let values = Parts::new(values);
+            let on = &neurons.on;
+            self.for_rows(n_tokens, n, &|t| {
+                // SAFETY: each token has its own row.
+                let values = unsafe { values.part(t * n, n) };
+                for (i, v) in values.iter_mut().enumerate() {
+                    // NaN is not zeroed: a broken model must show.
+                    if !on[t * n + i] || *v <= 0.0 {
+                        *v = 0.0;
+                    } else {
+                        alive[i].store(true, Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+        let kept: Vec<usize> = (0..n).filter(|i| alive[*i].load(Ordering::Relaxed)).collect();
+        for t in 0..n_tokens {
+            for (to, from) in kept.iter().enumerate() {
+                values[t * kept.len() + to] = values[t * n + from];
+                neurons.on[t * kept.len() + to] = neurons.on[t * n + from];
+            }
+        }
+        for (to, from) in kept.iter().enumerate() {
+            neurons.list[to] = neurons.list[*from];
+        }
+        neurons.list.truncate(kept.len());
+        neurons.on.truncate(n_tokens * kept.len());
+        values.truncate(n_tokens * kept.len());
+    }
+
+    fn activate(&mut self, activation: Activation, x: &mut Vec<f32>) {
+        let kernels = self.kernels;
+        self.for_values(x, &|_, x| match activation {
+            // NaN is not zeroed: a broken model must show.
+            Activation::Relu => x.iter_mut().filter(|v| **v <= 0.0).for_each(|v| *v = 0.0),
+            // SAFETY: the table is this processor's.
+            Activation::Silu => unsafe { (kernels.silu)(x) },
+            // SAFETY: as above.
+            Activation::Gelu => unsafe { (kernels.gelu)(x) },
+        });
+    }
+
+    fn multiply(&mut self, x: &mut Vec<f32>, y: &Vec<f32>, relu: bool) {
+        self.for_values(x, &|start, x| {
+            for (x, y) in x.iter_mut().zip(&y[start..]) {
+                *x *= if relu && *y <= 0.0 { 0.0 } else { *y };
+            }
+        });
+    }
+
+    fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>) {
+        let kernels = self.kernels;
+        // SAFETY: the table is this processor's.
+        self.for_values(x, &|start, x| unsafe { (kernels.axpy_f32)(1.0, &y[start..], x) });
+    }
+
+    fn rope(&mut self, rotations: &Rotations, x: &mut Vec<f32>) {
+        let Rotations { pairs, turns, n_pairs, head_dim } = rotations;
+        if *n_pairs == 0 {
+            return;
+        }
+        let n_tokens = turns.len() / n_pairs;
+        let width = x.len() / n_tokens;
+        let x = Parts::new(x);
+        self.for_rows(n_tokens, width, &|t| {
+            // SAFETY: each token has its own row.
+            let x = unsafe { x.part(t * width, width) };
+            let turns = &turns[t * n_pairs..][..*n_pairs];
+            for head in x.chunks_exact_mut(*head_dim) {
+                for (i, (cos, sin)) in turns.iter().enumerate() {
+                    let (a, b) = match pairs {
+                        RopePairs::Adjacent => (2 * i, 2 * i + 1),
+                        RopePairs::Halves => (i, i + n_pairs),
+                    };
+                    (head[a], head[b]) = (head[a] * cos - head[b] * sin, head[a] * sin + head[b] * cos);
+                }
+            }
+        });
+    }
+
+    fn kv_block(&mut self, shape: &KvShape, index: usize) -> Vec<u8> {
+        vec![0; shape.block_bytes(index)]
+    }
+
+    fn store(
+        &mut self,
+        shape: &KvShape,
+        layer: usize,
+        k: &Vec<f32>,
+        v: &Vec<f32>,
+        token: usize,
+        block: &mut Vec<u8>,
+        position: usize,
+    ) {
+        let dtype = shape.dtype_of(position / KV_BLOCK);
+        let (dim, row_bytes) = (shape.head_dim, dtype.row_bytes(shape.head_dim));
+        let width = shape.n_kv_heads * dim;
+        for (is_value, x) in [(false, k), (true, v)] {
+            for (head, x) in x[token * width..][..width].chunks_exact(dim).enumerate() {
+                let row = shape.first_row(layer, is_value, head) + position % KV_BLOCK;
+                encode_kv(dtype, x, &mut block[row * row_bytes..][..row_bytes]);
+            }
+        }
+    }
+
+    fn attend(
+        &mut self,
+        shape: &KvShape,
+        layer: usize,
+        q: &Vec<f32>,
+        places: &[Place<Vec<u8>>],
+        out: &mut Vec<f32>,
+    ) {
+        let width = q.len() / places.len();
+        let group = width / shape.head_dim / shape.n_kv_heads;
+        out.resize(q.len(), 0.0);
+        let out = Parts::new(out);
+        let group_width = group * shape.head_dim;
+        self.team.run(places.len() * shape.n_kv_heads, &|c| {
+            let (t, head) = (c / shape.n_kv_heads, c % shape.n_kv_heads);
+            let at = t * width + head * group_width;
+            // SAFETY: each token and group of heads has its own values.
+            let out = unsafe { out.part(at, group_width) };
+            attend_group(self.kernels, shape, layer, head, &q[at..][..group_width], &places[t], out);
+        });
+    }
+
+    fn take_rows(&mut self, x: &mut Vec<f32>, width: usize, tokens: &[usize]) {
+        for (to, from) in tokens.iter().enumerate() {
+            x.copy_within(from * width..(from + 1) * width, to * width);
+        }
+        x.truncate(tokens.len() * width);
+    }
+
+    fn read<'a>(&mut self, x: &'a Vec<f32>) -> &'a [f32] {
+        x
+    }
+
+    fn bytes_read(&self) -> u64 {
+        self.bytes_read
+    }
+}

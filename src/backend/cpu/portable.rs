@@ -1,0 +1,245 @@
+//! Operations that plain Rust says best. Each instruction set compiles them for itself (`instantiate!`), so that the
+//! compiler vectorises them for it; nothing here fuses or reorders sums, so all of them give the same bits.
+
+use crate::quant::{self, Block, DType, GROUP, Groups, decode_block};
+use crate::with_block;
+
+use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut};
+
+/// Sums in sixteen lanes, in a fixed order.
+#[inline(always)]
+fn sum(n: usize, term: impl Fn(usize) -> f32) -> f32 {
+    const LANES: usize = 16;
+    let mut lanes = [0.0f32; LANES];
+    for i in 0..n / LANES {
+        for (l, lane) in lanes.iter_mut().enumerate() {
+            *lane += term(i * LANES + l);
+        }
+    }
+    let tail: f32 = (n / LANES * LANES..n).map(&term).sum();
+    lanes.iter().sum::<f32>() + tail
+}
+
+/// e^x to about one unit in the last place; 0 below -87, NaN for NaN.
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    // Adding this leaves the nearest integer in the low bits of the mantissa.
+    const ROUND: f32 = 12_582_912.0;
+    let clamped = x.clamp(-87.0, 88.0);
+    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
+    let n = shifted - ROUND;
+    let r = clamped - n * 0.693_359_4 - n * -2.121_944_4e-4;
+    let p = 1.0
+        + r * (1.0 + r * (0.5 + r * (0.166_666_67 + r * (0.041_666_65 + r * (0.008_333_6 + r * 0.001_39)))));
+    let scale = f32::from_bits((shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127)) << 23);
+    let value = p * scale;
+    if x < -87.0 { 0.0 } else { value }
+}
+
+/// Quantises one row into slices that hold zeros beyond it.
+#[inline(always)]
+pub fn quantize(x: &[f32], out: &mut QRowMut) {
+    // The largest that leaves both bytes in range once the low one is rounded off.
+    const LARGEST: f32 = 32_512.0;
+    // Adding this leaves the nearest integer in the low bits of the mantissa; the conversion then vectorises.
+    const ROUND: f32 = 12_582_912.0;
+    out.d.fill(0.0);
+    out.quarter_sum.fill(0.0);
+    for (b, x) in x.chunks(Q_BLOCK).enumerate() {
+        let mut lanes = [0.0f32; 16];
+        for x in x.chunks(16) {
+            for (m, v) in lanes.iter_mut().zip(x) {
+                *m = if v.abs() > *m { v.abs() } else { *m };
+            }
+        }
+        let largest = lanes.iter().fold(0.0f32, |m, v| if *v > m { *v } else { m });
+        let d = largest / LARGEST;
+        let inverse = if largest > 0.0 { LARGEST / largest } else { 0.0 };
+        out.d[b] = d;
+        for (g, x) in x.chunks(Q_GROUP).enumerate() {
+            let at = b * Q_BLOCK + g * Q_GROUP;
+            let mut total = 0i32;
+            for ((high, low), v) in out.high[at..].iter_mut().zip(&mut out.low[at..]).zip(x) {
+                let q = (v * inverse + ROUND).to_bits() as i32 - ROUND.to_bits() as i32;
+                let h = (q + 128) >> 8;
+                // -128 has no negative in a byte, which AVX2's kernels need; a unit of 32512 is no loss.
+                let l = (q - (h << 8)).max(-127);
+                *high = h as i8;
+                *low = l as i8;
+                total += (h << 8) + l;
+            }
+            out.quarter_sum[at / Q_GROUP] = 0.25 * (d * total as f32);
+        }
+    }
+}
+
+/// `out += a * row`, over whole blocks of the row.
+#[inline(always)]
+pub fn axpy(dtype: DType, a: f32, row: &[u8], out: &mut [f32]) {
+    match dtype {
+        DType::F32 => {
+            for (o, b) in out.iter_mut().zip(row.as_chunks::<4>().0) {
+                *o += a * f32::from_le_bytes(*b);
+            }
+        }
+        DType::F16 => {
+            for (o, b) in out.iter_mut().zip(row.as_chunks::<2>().0) {
+                *o += a * quant::f16_to_f32(u16::from_le_bytes(*b));
+            }
+        }
+        DType::BF16 => {
+            for (o, b) in out.iter_mut().zip(row.as_chunks::<2>().0) {
+                *o += a * quant::bf16_to_f32(u16::from_le_bytes(*b));
+            }
+        }
+        _ => {
+            with_block!(dtype, B => axpy_blocks::<B>(a, row, out), _ => unreachable!("no weights have this type"))
+        }
+    }
+}
+
+#[inline(always)]
+fn axpy_blocks<B: Block>(a: f32, row: &[u8], out: &mut [f32]) {
+    let mut groups = Groups::new();
+    let mut values = [0.0f32; 256];
+    for (block, out) in row.chunks_exact(B::BYTES).zip(out.chunks_exact_mut(B::LEN)) {
+        decode_block::<B>(block, &mut groups, &mut values);
+        for (o, v) in out.iter_mut().zip(&values[..B::LEN]) {
+            *o += a * v;
+        }
+    }
+}
+
+#[inline(always)]
+pub fn axpy_f32(a: f32, x: &[f32], out: &mut [f32]) {
+    for (o, v) in out.iter_mut().zip(x) {
+        *o += a * v;
+    }
+}
+
+#[inline(always)]
+pub fn decode(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+    quant::decode(dtype, bytes, out);
+}
+
+/// `x / sqrt(mean(x²) + eps) * weight`
+#[inline(always)]
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let scale = 1.0 / (sum(x.len(), |i| x[i] * x[i]) / x.len() as f32 + eps).sqrt();
+    for ((o, x), w) in out.iter_mut().zip(x).zip(weight) {
+        *o = x * scale * w;
+    }
+}
+
+/// `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`
+#[inline(always)]
+pub fn layer_norm(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]) {
+    let mean = sum(x.len(), |i| x[i]) / x.len() as f32;
+    let variance = sum(x.len(), |i| (x[i] - mean) * (x[i] - mean)) / x.len() as f32;
+    let scale = 1.0 / (variance + eps).sqrt();
+    for ((o, x), w) in out.iter_mut().zip(x).zip(weight) {
+        *o = (x - mean) * scale * w;
+    }
+    if let Some(bias) = bias {
+        for (o, b) in out.iter_mut().zip(bias) {
+            *o += b;
+        }
+    }
+}
+
+/// Softmax of `scale * x`, in place.
+#[inline(always)]
+pub fn softmax(x: &mut [f32], scale: f32) {
+    let largest = x.iter().fold(f32::NEG_INFINITY, |m, v| if *v > m { *v } else { m });
+    for v in x.iter_mut() {
+        *v = exp((*v - largest) * scale);
+    }
+    let inverse = 1.0 / sum(x.len(), |i| x[i]);
+    for v in x.iter_mut() {
+        *v *= inverse;
+    }
+}
+
+/// `x * sigmoid(x)`
+#[inline(always)]
+pub fn silu(x: &mut [f32]) {
+    for v in x.iter_mut() {
+        *v /= 1.0 + exp(-*v);
+    }
+}
+
+/// The tanh form of GELU: `x * sigmoid(2 * sqrt(2/π) * (x + 0.044715 x³))`.
+#[inline(always)]
+pub fn gelu(x: &mut [f32]) {
+    const TWICE_ROOT: f32 = 1.595_769;
+    for v in x.iter_mut() {
+        let inner = TWICE_ROOT * *v * (1.0 + 0.044_715 * *v * *v);
+        *v /= 1.0 + exp(-inner);
+    }
+}
+
+/// The reference of a dot product with float weights of `N` bytes each.
+#[inline(always)]
+pub fn dot<const N: usize>(weights: &[[u8; N]], x: &[f32], load: impl Fn([u8; N]) -> f32) -> f32 {
+    sum(x.len(), |i| load(weights[i]) * x[i])
+}
+
+/// The reference of a dot product with quantised weights, block by block.
+#[inline(always)]
+pub fn dot_block<B: Block>(row: &[u8], x: &QRow) -> f32 {
+    let mut groups = Groups::new();
+    let mut total = 0.0f32;
+    for (b, block) in row.chunks_exact(B::BYTES).enumerate() {
+        B::unpack(block, &mut groups);
+        for g in 0..B::LEN / GROUP {
+            let at = b * B::LEN + g * GROUP;
+            let weight = |i: usize| groups.q[g * GROUP + i] as i32;
+            let activation = |i: usize| 256 * x.high[at + i] as i32 + x.low[at + i] as i32;
+            let products: i32 = (0..GROUP).map(|i| weight(i) * activation(i)).sum();
+            total += groups.scale[g] * x.d[at / Q_BLOCK] * products as f32;
+            if B::HAS_MIN {
+                total += groups.min[g] * (4.0 * x.quarter_sum[at / Q_GROUP]);
+            }
+        }
+    }
+    total
+}
+
+/// Compiles operations above for an instruction set: `instantiate!(#[target_feature(enable = "avx2")])` makes a module
+/// `instance` of the same names. The plain processor has no attribute; a set that has the last three in a module of its
+/// own says `all_but_along` first.
+macro_rules! instantiate {
+    (all_but_along $(#[$feature:meta])?) => {
+        mod instance {
+            use crate::backend::cpu::operand::QRowMut;
+            use crate::backend::cpu::portable as p;
+            $crate::backend::cpu::portable::instantiate!(@each [$(#[$feature])?];
+                quantize(x: &[f32], out: &mut QRowMut);
+                rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]);
+                layer_norm(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]);
+                softmax(x: &mut [f32], scale: f32);
+                silu(x: &mut [f32]);
+                gelu(x: &mut [f32]);
+            );
+        }
+    };
+    ($(#[$feature:meta])?) => {
+        $crate::backend::cpu::portable::instantiate!(all_but_along $(#[$feature])?);
+        mod along {
+            use crate::backend::cpu::portable as p;
+            use crate::quant::DType;
+            $crate::backend::cpu::portable::instantiate!(@each [$(#[$feature])?];
+                axpy(dtype: DType, a: f32, row: &[u8], out: &mut [f32]);
+                axpy_f32(a: f32, x: &[f32], out: &mut [f32]);
+                decode(dtype: DType, bytes: &[u8], out: &mut [f32]);
+            );
+        }
+    };
+    (@each [] ; $($name:ident($($arg:ident: $type:ty),*);)*) => {
+        $(pub unsafe fn $name($($arg: $type),*) { p::$name($($arg),*) })*
+    };
+    (@each [#[$feature:meta]] ; $($name:ident($($arg:ident: $type:ty),*);)*) => {
+        $(#[$feature] pub unsafe fn $name($($arg: $type),*) { p::$name($($arg),*) })*
+    };
+}
+pub(super) use instantiate;

@@ -1,0 +1,334 @@
+//! The engine in plain Rust: a loaded model, the sequences it is at work on, and one step for all of them.
+
+mod saved;
+
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::backend::cpu::Cpu;
+use crate::backend::cpu::kernels::{self, Kernels};
+use crate::backend::cpu::pool::{Pool, default_threads};
+use crate::backend::{Activation, Backend, FULL_BLOCKS, KV_BLOCK, KvShape};
+use crate::gguf::Gguf;
+use crate::model::forward::{Part, Pass, Scratch};
+use crate::model::kv_cache::Sequence;
+use crate::model::{Model, Options};
+use crate::quant::DType;
+use crate::sparse::{Counts, Sparsity};
+use crate::{Error, Result};
+
+/// Tokens that go through the model side by side.
+const BATCH: usize = 512;
+
+type Block = Vec<u8>;
+
+#[derive(Clone, Debug, Default)]
+pub struct EngineOptions {
+    /// None: the physical cores this process may use.
+    pub threads: Option<usize>,
+    /// None: what the model was trained for.
+    pub n_ctx: Option<usize>,
+    /// None: by the file.
+    pub sparsity: Option<Sparsity>,
+    /// None: the file's.
+    pub sparse_threshold: Option<f32>,
+    /// None: by the file.
+    pub activation: Option<Activation>,
+    /// F16 (None), Q8_0 or F32.
+    pub kv_type: Option<DType>,
+}
+
+/// Names a sequence of one engine.
+pub type SequenceId = u64;
+
+/// Tokens that continue a sequence.
+pub struct Request<'a> {
+    pub sequence: SequenceId,
+    pub tokens: &'a [u32],
+    /// Logits wanted, for the last so many tokens.
+    pub n_logits: usize,
+}
+
+/// What an engine has done so far.
+#[derive(Clone, Debug, Default)]
+pub struct Stats {
+    pub tokens: u64,
+    pub bytes_read: u64,
+    pub layers: Vec<Counts>,
+}
+
+/// What an engine is; it doesn't change.
+#[derive(Clone, Debug)]
+pub struct Info {
+    pub architecture: &'static str,
+    pub n_vocab: usize,
+    pub n_ctx: usize,
+    pub n_ctx_train: usize,
+    pub n_layers: usize,
+    pub has_predictors: bool,
+    pub activation: Activation,
+    pub sparsity: Sparsity,
+    pub sparse_threshold: f32,
+    pub instruction_set: &'static str,
+    pub threads: usize,
+    pub kv_type: DType,
+    pub kv_bytes_per_token: usize,
+}
+
+pub struct Engine {
+    gguf: Arc<Gguf>,
+    model: Model,
+    kernels: &'static Kernels,
+    pool: Pool,
+    kv: KvShape,
+    n_ctx: usize,
+    threshold: f32,
+    sequences: HashMap<SequenceId, Sequence<Block>>,
+    next_id: SequenceId,
+    scratch: Scratch<Vec<f32>>,
+    stats: Stats,
+}
+
+impl Engine {
+    /// Maps the file at `path` and binds it; `progress` is told of layers done and all.
+    pub fn open(
+        path: &Path,
+        options: &EngineOptions,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self> {
+        Self::new(Gguf::open(path)?, options, progress)
+    }
+
+    pub fn new(gguf: Gguf, options: &EngineOptions, progress: &mut dyn FnMut(usize, usize)) -> Result<Self> {
+        let kernels = kernels::select()?;
+        let pool = Pool::new(options.threads.unwrap_or_else(default_threads))?;
+        let model_options = Options { activation: options.activation, sparsity: options.sparsity };
+        let model = Model::load(&gguf, &model_options, progress)?;
+        let c = &model.config;
+        let n_ctx = n_ctx(options.n_ctx, &model)?;
+        let threshold = options.sparse_threshold.unwrap_or(c.sparse_threshold);
+        if threshold.is_nan() {
+            return Err(Error::argument("sparse_threshold", "NaN", "a number"));
+        }
+        let dtype = options.kv_type.unwrap_or(DType::F16);
+        if !c.head_dim.is_multiple_of(dtype.block_len()) {
+            let expected = format!("f16, since heads of {} don't divide into blocks of 32", c.head_dim);
+            return Err(Error::argument("kv_type", "q8_0", expected));
+        }
+        let kv = KvShape { n_layers: c.n_layers, n_kv_heads: c.n_kv_heads, head_dim: c.head_dim, dtype };
+        let stats = Stats { layers: vec![Counts::default(); c.n_layers], ..Stats::default() };
+        Ok(Self {
+            gguf: Arc::new(gguf),
+            model,
+            kernels,
+            pool,
+            kv,
+            n_ctx,
+            threshold,
+            sequences: HashMap::new(),
+            next_id: 0,
+            scratch: Scratch::default(),
+            stats,
+        })
+    }
+
+    pub fn gguf(&self) -> &Arc<Gguf> {
+        &self.gguf
+    }
+
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    pub fn info(&self) -> Info {
+        let c = &self.model.config;
+        Info {
+            architecture: c.arch.name,
+            n_vocab: c.n_vocab,
+            n_ctx: self.n_ctx,
+            n_ctx_train: c.n_ctx_train,
+            n_layers: c.n_layers,
+            has_predictors: self.model.has_predictors,
+            activation: self.model.activation,
+            sparsity: self.model.sparsity,
+            sparse_threshold: self.threshold,
+            instruction_set: self.kernels.name,
+            threads: self.pool.n_threads(),
+            kv_type: self.kv.dtype,
+            kv_bytes_per_token: self.kv.block_bytes(FULL_BLOCKS) / KV_BLOCK,
+        }
+    }
+
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    pub fn reset_stats(&mut self) {
+        self.stats =
+            Stats { layers: vec![Counts::default(); self.model.config.n_layers], ..Stats::default() };
+    }
+
+    /// Bytes of the KV cache blocks in use; shared ones count once.
+    pub fn kv_bytes(&self) -> usize {
+        let blocks = self.sequences.values().flat_map(|s| s.blocks());
+        let distinct: HashMap<_, _> = blocks.map(|b| (Arc::as_ptr(b), b.len())).collect();
+        distinct.values().sum()
+    }
+
+    /// An empty sequence.
+    pub fn new_sequence(&mut self) -> SequenceId {
+        self.insert(Sequence::default())
+    }
+
+    fn insert(&mut self, sequence: Sequence<Block>) -> SequenceId {
+        self.next_id += 1;
+        self.sequences.insert(self.next_id, sequence);
+        self.next_id
+    }
+
+    pub fn sequence(&self, id: SequenceId) -> Result<&Sequence<Block>> {
+        self.sequences.get(&id).ok_or_else(|| unknown(id))
+    }
+
+    fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence<Block>> {
+        self.sequences.get_mut(&id).ok_or_else(|| unknown(id))
+    }
+
+    /// A second sequence of the same content; they share their cache until one writes.
+    pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
+        let copy = self.sequence(id)?.clone();
+        Ok(self.insert(copy))
+    }
+
+    /// Cuts a sequence back to its first `n` tokens.
+    pub fn truncate(&mut self, id: SequenceId, n: usize) -> Result<()> {
+        self.sequence_mut(id)?.truncate(n);
+        Ok(())
+    }
+
+    /// Forgets a sequence; one that isn't there is none to forget.
+    pub fn free(&mut self, id: SequenceId) {
+        self.sequences.remove(&id);
+    }
+
+    /// Writes a sequence with its cache to `path`; a file that is there is replaced when all is written.
+    pub fn save(&self, id: SequenceId, path: &Path) -> Result<()> {
+        saved::save(self.sequence(id)?, &self.kv, saved::fingerprint(&self.gguf), path)
+    }
+
+    /// A new sequence of what `path` holds, which the same model must have written.
+    pub fn restore(&mut self, path: &Path) -> Result<SequenceId> {
+        let n_vocab = self.model.config.n_vocab;
+        let sequence = saved::restore(&self.kv, saved::fingerprint(&self.gguf), self.n_ctx, n_vocab, path)?;
+        Ok(self.insert(sequence))
+    }
+
+    /// Continues sequences side by side. Returns the wanted logits, (n, n_vocab), in the requests' order.
+    /// `interrupted` is asked before every layer; whenever this fails, the sequences are as they were before.
+    pub fn step(&mut self, requests: &[Request], interrupted: &mut dyn FnMut() -> bool) -> Result<Vec<f32>> {
+        self.check(requests)?;
+        let mut sequences: Vec<Sequence<Block>> =
+            requests.iter().map(|r| self.sequences.remove(&r.sequence).expect("checked")).collect();
+        let lengths: Vec<usize> = sequences.iter().map(Sequence::len).collect();
+        let result = self.run(requests, &mut sequences, interrupted);
+        for ((request, mut sequence), length) in requests.iter().zip(sequences).zip(lengths) {
+            if result.is_err() {
+                sequence.truncate(length);
+            }
+            self.sequences.insert(request.sequence, sequence);
+        }
+        result
+    }
+
+    fn check(&self, requests: &[Request]) -> Result<()> {
+        for (i, r) in requests.iter().enumerate() {
+            let sequence = self.sequence(r.sequence)?;
+            if requests[..i].iter().any(|other| other.sequence == r.sequence) {
+                return Err(Error::argument(
+                    "sequence",
+                    format!("{} twice", r.sequence),
+                    "each once in a step",
+                ));
+            }
+            if r.tokens.is_empty() {
+                return Err(Error::argument("tokens", "none", "at least one"));
+            }
+            if let Some(bad) = r.tokens.iter().find(|t| **t as usize >= self.model.config.n_vocab) {
+                let expected = format!("ids below {}", self.model.config.n_vocab);
+                return Err(Error::argument("tokens", format!("id {bad}"), expected));
+            }
+            let requested = sequence.len() + r.tokens.len();
+            if requested > self.n_ctx {
+                return Err(Error::ContextOverflow { requested, n_ctx: self.n_ctx });
+            }
+        }
+        Ok(())
+    }
+
+    fn run(
+        &mut self,
+        requests: &[Request],
+        sequences: &mut [Sequence<Block>],
+        interrupted: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<f32>> {
+        let mut logits = Vec::new();
+        let mut done = vec![0; requests.len()];
+        loop {
+            let mut room = BATCH;
+            let mut parts = Vec::new();
+            for ((r, sequence), done) in requests.iter().zip(sequences.iter_mut()).zip(&mut done) {
+                let n = room.min(r.tokens.len() - *done);
+                if n == 0 {
+                    continue;
+                }
+                let (start, end) = (*done, *done + n);
+                let first_wanted = r.tokens.len() - r.n_logits.min(r.tokens.len());
+                let n_logits = end.saturating_sub(first_wanted.max(start));
+                parts.push(Part { sequence, tokens: &r.tokens[start..end], n_logits });
+                *done = end;
+                room -= n;
+            }
+            if parts.is_empty() {
+                return Ok(logits);
+            }
+            let n_tokens: usize = parts.iter().map(|p| p.tokens.len()).sum();
+            let mut pass = Pass {
+                model: &self.model,
+                kv: &self.kv,
+                threshold: self.threshold,
+                interrupted: &mut *interrupted,
+            };
+            let (scratch, stats) = (&mut self.scratch, &mut self.stats);
+            self.pool.enter(|team| -> Result<()> {
+                let mut cpu = Cpu::new(self.kernels, team);
+                logits.extend_from_slice(pass.run(&mut cpu, &mut parts, scratch, &mut stats.layers)?);
+                stats.bytes_read += cpu.bytes_read();
+                stats.tokens += n_tokens as u64;
+                Ok(())
+            })?;
+        }
+    }
+}
+
+fn unknown(id: SequenceId) -> Error {
+    Error::argument(
+        "sequence",
+        id,
+        "one that new_sequence, fork or restore gave out and free hasn't taken back",
+    )
+}
+
+fn n_ctx(asked: Option<usize>, model: &Model) -> Result<usize> {
+    let most = model.max_positions();
+    match (asked, most) {
+        (Some(0), _) => Err(Error::argument("n_ctx", 0, "at least 1")),
+        (Some(n), Some(most)) if n > most => Err(Error::argument(
+            "n_ctx",
+            n,
+            format!("at most {most}, the positions that the model has learned"),
+        )),
+        (Some(n), _) => Ok(n),
+        (None, most) => Ok(model.config.n_ctx_train.min(most.unwrap_or(usize::MAX))),
+    }
+}

@@ -1,0 +1,128 @@
+//! A sequence in a file: a header that says what model and layout it is of, the tokens, the cache, a checksum.
+
+use std::fs::File;
+use std::io::{BufWriter, Read, Write};
+use std::path::Path;
+
+use crate::backend::{FULL_BLOCKS, KV_BLOCK, KvShape};
+use crate::gguf::Gguf;
+use crate::model::kv_cache::Sequence;
+use crate::{Error, Result};
+
+const MAGIC: &[u8; 8] = b"PIRSSEQ1";
+const HEADER: usize = 8 + 8 + 6 * 4 + 8;
+
+/// A number for a model's identity: its tensors' names, types and shapes, and the first bytes of each.
+pub fn fingerprint(gguf: &Gguf) -> u64 {
+    let mut shapes = crc32fast::Hasher::new();
+    let mut content = crc32fast::Hasher::new();
+    for t in gguf.tensors() {
+        shapes.update(format!("{} {} {:?};", t.name, t.dtype.name(), t.dims).as_bytes());
+        if let Some(matrix) = gguf.matrix(&t.name) {
+            let bytes = matrix.bytes();
+            content.update(&bytes[..bytes.len().min(256)]);
+        }
+    }
+    (shapes.finalize() as u64) << 32 | content.finalize() as u64
+}
+
+fn header(kv: &KvShape, fingerprint: u64, n_tokens: usize) -> Vec<u8> {
+    let mut out = MAGIC.to_vec();
+    out.extend(fingerprint.to_le_bytes());
+    for n in [kv.n_layers, kv.n_kv_heads, kv.head_dim, kv.dtype.id() as usize, KV_BLOCK, FULL_BLOCKS] {
+        out.extend((n as u32).to_le_bytes());
+    }
+    out.extend((n_tokens as u64).to_le_bytes());
+    out
+}
+
+pub fn save(sequence: &Sequence<Vec<u8>>, kv: &KvShape, fingerprint: u64, path: &Path) -> Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{}.partial", std::process::id()));
+    let partial = path.with_file_name(name);
+    let written = write(sequence, kv, fingerprint, &partial).and_then(|()| std::fs::rename(&partial, path));
+    if written.is_err() {
+        // The first failure is the one to tell; the leftover may not even be there.
+        let _ = std::fs::remove_file(&partial);
+    }
+    written.map_err(Error::io(path))
+}
+
+fn write(sequence: &Sequence<Vec<u8>>, kv: &KvShape, fingerprint: u64, path: &Path) -> std::io::Result<()> {
+    let mut file = BufWriter::new(File::create(path)?);
+    let mut sum = crc32fast::Hasher::new();
+    let mut put = |bytes: &[u8]| {
+        sum.update(bytes);
+        file.write_all(bytes)
+    };
+    put(&header(kv, fingerprint, sequence.len()))?;
+    let tokens: Vec<u8> = sequence.tokens().iter().flat_map(|t| t.to_le_bytes()).collect();
+    put(&tokens)?;
+    for block in sequence.blocks() {
+        put(block)?;
+    }
+    file.write_all(&sum.finalize().to_le_bytes())?;
+    file.into_inner()?.sync_all()
+}
+
+pub fn restore(
+    kv: &KvShape,
+    fingerprint: u64,
+    n_ctx: usize,
+    n_vocab: usize,
+    path: &Path,
+) -> Result<Sequence<Vec<u8>>> {
+    let mut file = File::open(path).map_err(Error::io(path))?;
+    let size = file.metadata().map_err(Error::io(path))?.len();
+    let mut sum = crc32fast::Hasher::new();
+    let mut take = |n: usize| -> Result<Vec<u8>> {
+        let mut bytes = vec![0; n];
+        file.read_exact(&mut bytes).map_err(Error::io(path))?;
+        sum.update(&bytes);
+        Ok(bytes)
+    };
+    let bad = |field: &str, got: String, expected: String| Err(Error::format(path, field, got, expected));
+    if size < HEADER as u64 {
+        return bad("size", format!("{size} bytes"), format!("at least {HEADER}, a saved sequence's header"));
+    }
+    let head = take(HEADER)?;
+    if &head[..8] != MAGIC {
+        return bad(
+            "magic",
+            format!("{:?}", String::from_utf8_lossy(&head[..8])),
+            "a saved sequence".to_owned(),
+        );
+    }
+    let n_tokens = u64::from_le_bytes(head[HEADER - 8..].try_into().expect("eight bytes"));
+    if n_tokens > n_ctx as u64 {
+        return bad("tokens", n_tokens.to_string(), format!("at most n_ctx, {n_ctx}"));
+    }
+    let n_tokens = n_tokens as usize;
+    let expected = header(kv, fingerprint, n_tokens);
+    if head[8..16] != expected[8..16] {
+        return bad("model", "another model's sequence".to_owned(), "one that this model wrote".to_owned());
+    }
+    if head != expected {
+        let expected = format!("{kv:?} in blocks of {KV_BLOCK}");
+        return bad("KV cache layout", "another one".to_owned(), expected);
+    }
+    let n_blocks = n_tokens.div_ceil(KV_BLOCK);
+    let cache: u64 = (0..n_blocks).map(|i| kv.block_bytes(i) as u64).sum();
+    let whole = (HEADER + 4 * n_tokens + 4) as u64 + cache;
+    if size != whole {
+        return bad("size", format!("{size} bytes"), format!("{whole}"));
+    }
+    let tokens: Vec<u32> =
+        take(4 * n_tokens)?.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
+    if let Some(id) = tokens.iter().find(|t| **t as usize >= n_vocab) {
+        return bad("tokens", format!("id {id}"), format!("ids below {n_vocab}"));
+    }
+    let blocks = (0..n_blocks).map(|i| take(kv.block_bytes(i))).collect::<Result<Vec<_>>>()?;
+    let computed = sum.finalize();
+    let mut stored = [0; 4];
+    file.read_exact(&mut stored).map_err(Error::io(path))?;
+    if u32::from_le_bytes(stored) != computed {
+        return bad("checksum", format!("{:08x}", u32::from_le_bytes(stored)), format!("{computed:08x}"));
+    }
+    Ok(Sequence::restored(tokens, blocks))
+}

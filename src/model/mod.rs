@@ -1,0 +1,68 @@
+//! A model: its numbers, its weights, its one forward pass, and the sequences it continues.
+//!
+//! `arch` is the table of architectures, `config` reads keys, `weights` binds tensors, `rope` and `kv_cache` are what
+//! they say, `forward` is the pass. Uses every room below it: `gguf`, `quant`, `backend`, `sparse`.
+
+pub mod arch;
+pub mod config;
+pub mod forward;
+pub mod kv_cache;
+mod rope;
+mod weights;
+
+use crate::backend::{Activation, Linear, Norm};
+use crate::quant::Matrix;
+use crate::sparse::Sparsity;
+use crate::sparse::ffn::Ffn;
+
+pub use config::Config;
+
+/// What the caller may decide about a model.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// None: by the file.
+    pub activation: Option<Activation>,
+    /// None: by the file.
+    pub sparsity: Option<Sparsity>,
+}
+
+pub struct Model {
+    pub config: Config,
+    /// (n_vocab, n_embd)
+    pub token_embd: Matrix,
+    /// Learned positions, (n_positions, n_embd), and the row of the first.
+    pub positions: Option<(Matrix, usize)>,
+    pub layers: Vec<Layer>,
+    pub output_norm: Norm,
+    /// (n_vocab, n_embd)
+    pub output: Linear,
+    pub activation: Activation,
+    pub sparsity: Sparsity,
+    pub has_predictors: bool,
+}
+
+pub struct Layer {
+    pub attn_norm: Norm,
+    /// Where there is one, it feeds attention, and `attn_norm` the FFN alone.
+    pub attn_norm_2: Option<Norm>,
+    pub qkv: Qkv,
+    pub q_norm: Option<Norm>,
+    pub k_norm: Option<Norm>,
+    pub attn_output: Linear,
+    /// None in a parallel block.
+    pub ffn_norm: Option<Norm>,
+    pub ffn: Ffn,
+}
+
+pub struct Qkv {
+    pub q: Linear,
+    pub k: Linear,
+    pub v: Linear,
+}
+
+impl Model {
+    /// The most positions the model can have: bounded where they are learned.
+    pub fn max_positions(&self) -> Option<usize> {
+        self.positions.as_ref().map(|(table, first)| table.n_rows() - first)
+    }
+}

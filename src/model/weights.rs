@@ -1,0 +1,316 @@
+//! Binds a file's tensors to their places in a model: every name and shape is checked here, once.
+
+use std::collections::HashSet;
+
+use crate::backend::{Activation, Linear, Norm};
+use crate::gguf::{Gguf, Magic};
+use crate::quant::{Bytes, DType, Matrix, encode_q8_0};
+use crate::sparse::Sparsity;
+use crate::sparse::ffn::{Down, Ffn};
+use crate::sparse::predictor::Predictor;
+use crate::{Error, Result};
+
+use super::config::{Config, Keys};
+use super::{Layer, Model, Options, Qkv};
+
+/// Tensors of a layer that an old converter leaves and nobody needs.
+const IGNORED: &[&str] = &["attn_rot_embd.weight"];
+
+struct Binder<'a> {
+    gguf: &'a Gguf,
+    bound: HashSet<String>,
+}
+
+impl Binder<'_> {
+    fn has(&self, name: &str) -> bool {
+        self.gguf.tensor(name).is_some()
+    }
+
+    /// The matrix `name` of `n_rows` rows and `n_cols` columns; none where the file hasn't got it.
+    fn matrix(&mut self, name: &str, n_rows: usize, n_cols: usize) -> Result<Option<Matrix>> {
+        let Some(info) = self.gguf.tensor(name) else { return Ok(None) };
+        let rows: usize = info.dims[1..].iter().product();
+        if info.dims[0] != n_cols || rows != n_rows || info.dims.len() > 2 {
+            let expected = format!("shape [{n_cols}, {n_rows}]");
+            return Err(self.wrong(name, format!("shape {:?}", info.dims), expected));
+        }
+        if info.dtype == DType::I32 {
+            return Err(self.wrong(name, "type I32", "a type of weights"));
+        }
+        self.bound.insert(name.to_owned());
+        Ok(self.gguf.matrix(name))
+    }
+
+    fn wrong(&self, name: &str, got: impl ToString, expected: impl ToString) -> Error {
+        Error::format(self.gguf.path(), format!("tensor {name}"), got, expected)
+    }
+
+    fn need(&mut self, name: &str, n_rows: usize, n_cols: usize) -> Result<Matrix> {
+        self.matrix(name, n_rows, n_cols)?.ok_or_else(|| Error::MissingTensor {
+            file: self.gguf.path().to_owned(),
+            name: name.to_owned(),
+            expected: if n_rows == 1 { format!("[{n_cols}]") } else { format!("[{n_cols}, {n_rows}]") },
+        })
+    }
+
+    /// The vector `name`, decoded; every value must be a finite number.
+    fn vector(&mut self, name: &str, n: usize) -> Result<Option<Vec<f32>>> {
+        let Some(matrix) = self.matrix(name, 1, n)? else { return Ok(None) };
+        let mut values = vec![0.0; n];
+        matrix.decode_row(0, &mut values);
+        match values.iter().position(|v| !v.is_finite()) {
+            Some(i) => Err(self.wrong(name, format!("{} at {i}", values[i]), "finite numbers")),
+            None => Ok(Some(values)),
+        }
+    }
+
+    fn linear(&mut self, stem: &str, n_out: usize, n_in: usize) -> Result<Linear> {
+        let weight = self.need(&format!("{stem}.weight"), n_out, n_in)?;
+        Ok(Linear { weight, bias: self.vector(&format!("{stem}.bias"), n_out)? })
+    }
+
+    fn norm(&mut self, stem: &str, n: usize, config: &Config) -> Result<Norm> {
+        let name = format!("{stem}.weight");
+        self.need(&name, 1, n)?;
+        let weight = self.vector(&name, n)?.expect("needed above");
+        let bias = self.vector(&format!("{stem}.bias"), n)?;
+        Ok(Norm { kind: config.arch.norm, weight, bias, eps: config.eps })
+    }
+
+    fn norm_if_there(&mut self, stem: &str, n: usize, config: &Config) -> Result<Option<Norm>> {
+        if self.has(&format!("{stem}.weight")) { self.norm(stem, n, config).map(Some) } else { Ok(None) }
+    }
+
+    fn qkv(&mut self, layer: &str, c: &Config) -> Result<Qkv> {
+        let (n_q, n_kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+        if !c.arch.fused_qkv {
+            return Ok(Qkv {
+                q: self.linear(&format!("{layer}attn_q"), n_q, c.n_embd)?,
+                k: self.linear(&format!("{layer}attn_k"), n_kv, c.n_embd)?,
+                v: self.linear(&format!("{layer}attn_v"), n_kv, c.n_embd)?,
+            });
+        }
+        let all = self.linear(&format!("{layer}attn_qkv"), n_q + 2 * n_kv, c.n_embd)?;
+        let part = |rows: std::ops::Range<usize>| Linear {
+            weight: all.weight.rows(rows.clone()),
+            bias: all.bias.as_ref().map(|b| b[rows].to_vec()),
+        };
+        Ok(Qkv { q: part(0..n_q), k: part(n_q..n_q + n_kv), v: part(n_q + n_kv..n_q + 2 * n_kv) })
+    }
+
+    fn down(&mut self, layer: &str, c: &Config) -> Result<Down> {
+        let transposed = format!("{layer}ffn_down_t");
+        if self.has(&format!("{transposed}.weight")) {
+            let weight = self.need(&format!("{transposed}.weight"), c.n_ff, c.n_embd)?;
+            return Ok(Down::Neurons(Linear {
+                weight,
+                bias: self.vector(&format!("{transposed}.bias"), c.n_embd)?,
+            }));
+        }
+        Ok(Down::Outputs(self.linear(&format!("{layer}ffn_down"), c.n_embd, c.n_ff)?))
+    }
+
+    fn predictor(&mut self, layer: &str, c: &Config) -> Result<Option<Predictor>> {
+        // The rank differs from layer to layer: the tensor says it.
+        let rank = |name: String, dim: usize| self.gguf.tensor(&name).and_then(|t| t.dims.get(dim).copied());
+        let rank1 = rank(format!("{layer}fc1.weight"), 1);
+        let Some(rank) = rank1.or(rank(format!("{layer}fc2.weight"), 0)) else { return Ok(None) };
+        Ok(Some(Predictor {
+            fc1: self.linear(&format!("{layer}fc1"), rank, c.n_embd)?,
+            fc2: self.linear(&format!("{layer}fc2"), c.n_ff, rank)?,
+        }))
+    }
+
+    /// Refuses tensors of a layer that nothing would read: the file means a model this crate doesn't know.
+    fn refuse_unknown(&self, n_layers: usize) -> Result<()> {
+        for t in self.gguf.tensors() {
+            let Some((number, rest)) = t.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'))
+            else {
+                continue;
+            };
+            let in_model = number.parse::<usize>().is_ok_and(|n| n < n_layers);
+            if in_model && !self.bound.contains(&t.name) && !IGNORED.contains(&rest) {
+                let field = format!("tensor {}", t.name);
+                let expected = "only tensors that the architecture has";
+                return Err(Error::unsupported(self.gguf.path(), field, "a tensor of unknown use", expected));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Model {
+    /// Binds the tensors of `gguf`. Reads only the small ones; `progress` is told of layers done and all.
+    pub fn load(gguf: &Gguf, options: &Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Self> {
+        let keys = Keys::new(gguf)?;
+        let mut binder = Binder { gguf, bound: HashSet::new() };
+        let n_vocab = gguf.tensor("token_embd.weight").map_or(1, |t| t.dims[1..].iter().product());
+        let freq_factors = match gguf.tensor("rope_freqs.weight") {
+            Some(info) => binder.vector("rope_freqs.weight", info.dims[0])?,
+            None => None,
+        };
+        let config = keys.config(n_vocab, freq_factors)?;
+        let c = &config;
+        let token_embd = binder.need("token_embd.weight", c.n_vocab, c.n_embd)?;
+        let positions = match c.arch.learned_positions {
+            None => None,
+            Some(offset) => {
+                let name = "position_embd.weight";
+                let n =
+                    gguf.tensor(name).and_then(|t| t.dims.get(1).copied()).unwrap_or(c.n_ctx_train + offset);
+                Some((binder.need(name, n, c.n_embd)?, offset))
+            }
+        };
+        let has_predictors = binder.has("blk.0.fc1.weight");
+        let is_powerinfer = has_predictors || gguf.magic() == Magic::PowerInfer;
+        let activation =
+            options.activation.unwrap_or(if is_powerinfer { Activation::Relu } else { c.arch.activation });
+        let sparsity = sparsity(options, gguf, has_predictors, activation)?;
+        let mut layers = Vec::new();
+        for i in 0..c.n_layers {
+            let mut layer = binder.layer(&format!("blk.{i}."), c, activation)?;
+            if has_predictors && layer.ffn.predictor.is_none() {
+                binder.need(&format!("blk.{i}.fc1.weight"), c.n_ff, c.n_embd)?;
+            }
+            if sparsity != Sparsity::Dense {
+                turn_down(&mut layer.ffn);
+            }
+            layers.push(layer);
+            progress(i + 1, c.n_layers);
+        }
+        binder.refuse_unknown(c.n_layers)?;
+        let output_norm = binder.norm("output_norm", c.n_embd, c)?;
+        let output = match binder.matrix("output.weight", c.n_vocab, c.n_embd)? {
+            Some(weight) => weight,
+            None => token_embd.clone(),
+        };
+        let output = Linear { weight: output, bias: binder.vector("output.bias", c.n_vocab)? };
+        Ok(Self {
+            config,
+            token_embd,
+            positions,
+            layers,
+            output_norm,
+            output,
+            activation,
+            sparsity,
+            has_predictors,
+        })
+    }
+}
+
+impl Binder<'_> {
+    fn layer(&mut self, at: &str, c: &Config, activation: Activation) -> Result<Layer> {
+        let heads = c.n_heads * c.head_dim;
+        let qk = |b: &mut Self, name: &str| {
+            if c.arch.qk_norm { b.norm(&format!("{at}{name}"), c.head_dim, c).map(Some) } else { Ok(None) }
+        };
+        Ok(Layer {
+            attn_norm: self.norm(&format!("{at}attn_norm"), c.n_embd, c)?,
+            attn_norm_2: if c.arch.parallel {
+                self.norm_if_there(&format!("{at}attn_norm_2"), c.n_embd, c)?
+            } else {
+                None
+            },
+            qkv: self.qkv(at, c)?,
+            q_norm: qk(self, "attn_q_norm")?,
+            k_norm: qk(self, "attn_k_norm")?,
+            attn_output: self.linear(&format!("{at}attn_output"), c.n_embd, heads)?,
+            ffn_norm: if c.arch.parallel {
+                None
+            } else {
+                Some(self.norm(&format!("{at}ffn_norm"), c.n_embd, c)?)
+            },
+            ffn: Ffn {
+                gate: if c.arch.gated {
+                    Some(self.linear(&format!("{at}ffn_gate"), c.n_ff, c.n_embd)?)
+                } else {
+                    None
+                },
+                up: self.linear(&format!("{at}ffn_up"), c.n_ff, c.n_embd)?,
+                down: self.down(at, c)?,
+                predictor: self.predictor(at, c)?,
+                activation,
+                relu_up: c.arch.relu_up,
+            },
+        })
+    }
+}
+
+/// The mode asked for, or the best that the file allows.
+fn sparsity(
+    options: &Options,
+    gguf: &Gguf,
+    has_predictors: bool,
+    activation: Activation,
+) -> Result<Sparsity> {
+    let is_relu = activation == Activation::Relu;
+    let refuse = |mode: &str, why: &str| {
+        let got = format!("{mode:?} for {}", gguf.path().display());
+        Err(Error::argument("sparsity", got, why))
+    };
+    match options.sparsity {
+        None if has_predictors && is_relu => Ok(Sparsity::Predicted),
+        None if is_relu => Ok(Sparsity::Exact),
+        None => Ok(Sparsity::Dense),
+        Some(Sparsity::Predicted) if !has_predictors => {
+            refuse("predicted", "a file with predictors (fc1, fc2), or another mode")
+        }
+        Some(mode @ (Sparsity::Predicted | Sparsity::Exact)) if !is_relu => {
+            refuse(mode.name(), "a model whose activation is ReLU, or dense")
+        }
+        Some(mode) => Ok(mode),
+    }
+}
+
+/// Turns a down projection that has an output a row into one that has a neuron a row. Float types stay what they are;
+/// quantised ones, whose blocks run along the other side, become Q8_0, whose error is far below theirs.
+fn turn_down(ffn: &mut Ffn) {
+    let Down::Outputs(linear) = &ffn.down else { return };
+    let w = &linear.weight;
+    let (n_embd, n_ff) = (w.n_rows(), w.n_cols());
+    let dtype = match w.dtype() {
+        float @ (DType::F32 | DType::F16 | DType::BF16) => float,
+        _ if n_embd.is_multiple_of(DType::Q8_0.block_len()) => DType::Q8_0,
+        _ => DType::F32,
+    };
+    let mut bytes = vec![0u8; n_ff * dtype.row_bytes(n_embd)];
+    if dtype == w.dtype() {
+        let size = dtype.block_bytes();
+        for (i, row) in w.bytes().chunks_exact(n_ff * size).enumerate() {
+            for (j, value) in row.chunks_exact(size).enumerate() {
+                bytes[(j * n_embd + i) * size..][..size].copy_from_slice(value);
+            }
+        }
+    } else {
+        // A band of neurons at a time: of each row only the blocks that hold them are decoded.
+        let band = w.dtype().block_len();
+        let mut decoded = vec![0.0f32; band];
+        let mut values = vec![0.0f32; band * n_embd]; // (band, n_embd)
+        for start in (0..n_ff).step_by(band) {
+            let at = w.dtype().row_bytes(start);
+            for i in 0..n_embd {
+                crate::quant::decode(w.dtype(), &w.row(i)[at..][..w.dtype().block_bytes()], &mut decoded);
+                for (j, v) in decoded.iter().enumerate() {
+                    values[j * n_embd + i] = *v;
+                }
+            }
+            let row_bytes = dtype.row_bytes(n_embd);
+            for (row, values) in
+                bytes[start * row_bytes..].chunks_exact_mut(row_bytes).zip(values.chunks_exact(n_embd))
+            {
+                match dtype {
+                    DType::Q8_0 => encode_q8_0(values, row),
+                    _ => row
+                        .as_chunks_mut::<4>()
+                        .0
+                        .iter_mut()
+                        .zip(values)
+                        .for_each(|(b, v)| *b = v.to_le_bytes()),
+                }
+            }
+        }
+    }
+    let weight = Matrix::new(dtype, n_ff, n_embd, Bytes::owned(bytes));
+    ffn.down = Down::Neurons(Linear { weight, bias: linear.bias.clone() });
+}

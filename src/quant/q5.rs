@@ -1,0 +1,45 @@
+//! Q5_0 and Q5_1: as Q4_0 and Q4_1, with each weight's fifth bit in a word of 32.
+
+use super::{Block, Groups, f16_at};
+
+/// `f16 d; u32 qh; u8 qs[16]`, `w = d * (q - 16)`.
+pub struct Q5_0;
+
+impl Block for Q5_0 {
+    const LEN: usize = 32;
+    const BYTES: usize = 22;
+    const HAS_MIN: bool = false;
+
+    #[inline(always)]
+    fn unpack(block: &[u8], out: &mut Groups) {
+        five_bits(&block[2..22], &mut out.q, 16);
+        out.fill(0, 2, f16_at(block, 0), 0.0);
+    }
+}
+
+/// `f16 d; f16 m; u32 qh; u8 qs[16]`, `w = d * q + m`.
+pub struct Q5_1;
+
+impl Block for Q5_1 {
+    const LEN: usize = 32;
+    const BYTES: usize = 24;
+    const HAS_MIN: bool = true;
+
+    #[inline(always)]
+    fn unpack(block: &[u8], out: &mut Groups) {
+        five_bits(&block[4..24], &mut out.q, 0);
+        out.fill(0, 2, f16_at(block, 0), f16_at(block, 2));
+    }
+}
+
+#[inline(always)]
+fn five_bits(bytes: &[u8], q: &mut [i8; 256], zero: i8) {
+    let qh = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    let qs = &bytes[4..20];
+    for i in 0..16 {
+        let low = (qs[i] & 0x0f) | ((qh >> i & 1) << 4) as u8;
+        let high = (qs[i] >> 4) | ((qh >> (i + 16) & 1) << 4) as u8;
+        q[i] = low as i8 - zero;
+        q[i + 16] = high as i8 - zero;
+    }
+}

@@ -1,0 +1,201 @@
+//! Every instruction set against the scalar kernels, for every type and many shapes.
+
+use powerinfer_rs::backend::cpu::kernels::{Kernels, Rows, available};
+use powerinfer_rs::backend::cpu::operand::{Operand, Quantized};
+use powerinfer_rs::quant::{DType, decode};
+
+use crate::common::{Random, random_row};
+
+fn types() -> impl Iterator<Item = DType> {
+    DType::ALL.iter().copied().filter(|t| *t != DType::I32)
+}
+
+struct Case {
+    dtype: DType,
+    rows: Vec<Vec<u8>>,
+    x: Vec<f32>,
+    n_cols: usize,
+    n_tokens: usize,
+}
+
+impl Case {
+    fn new(dtype: DType, n_cols: usize, n_rows: usize, n_tokens: usize, seed: u64) -> Self {
+        let mut random = Random(seed);
+        let rows = (0..n_rows).map(|_| random_row(dtype, n_cols, &mut random)).collect();
+        let x = (0..n_cols * n_tokens).map(|_| 3.0 * random.float()).collect();
+        Self { dtype, rows, x, n_cols, n_tokens }
+    }
+
+    fn run(&self, kernels: &Kernels) -> Vec<f32> {
+        let mut quantized = Quantized::default();
+        quantized.resize(self.n_tokens, self.n_cols);
+        {
+            let parts = quantized.parts();
+            for (t, x) in self.x.chunks_exact(self.n_cols).enumerate() {
+                // SAFETY: `available` hands out tables of this processor; each row is taken once.
+                unsafe { (kernels.quantize)(x, &mut parts.row(t)) };
+            }
+        }
+        let operand = Operand {
+            n_cols: self.n_cols,
+            first: 0,
+            n_tokens: self.n_tokens,
+            values: &self.x,
+            quantized: Some(&quantized),
+        };
+        let pointers: Vec<_> = self.rows.iter().map(|r| r.as_ptr()).collect();
+        let mut out = vec![f32::NAN; self.rows.len() * self.n_tokens];
+        let rows = Rows { now: &pointers, next: &[] };
+        // SAFETY: whole rows, an output for each row and token, a table of this processor.
+        unsafe { (kernels.dot[self.dtype as usize])(rows, &operand, out.as_mut_ptr(), self.rows.len()) };
+        out
+    }
+
+    /// In float64, with weights decoded: what the kernels mean.
+    fn exact(&self) -> Vec<f64> {
+        let mut out = Vec::new();
+        for x in self.x.chunks_exact(self.n_cols) {
+            for row in &self.rows {
+                let mut w = vec![0.0; self.n_cols];
+                decode(self.dtype, row, &mut w);
+                out.push(w.iter().zip(x).map(|(w, x)| *w as f64 * *x as f64).sum());
+            }
+        }
+        out
+    }
+
+    fn scale(&self) -> f64 {
+        let mut w = vec![0.0; self.n_cols];
+        decode(self.dtype, &self.rows[0], &mut w);
+        let norm = |v: &[f32]| v.iter().map(|v| (*v as f64).powi(2)).sum::<f64>().sqrt();
+        norm(&w) * norm(&self.x[..self.n_cols])
+    }
+}
+
+#[test]
+fn dot_products_are_right() {
+    for dtype in types() {
+        let block = dtype.block_len();
+        for (i, blocks) in [1, 2, 3, 5, 8, 17].into_iter().enumerate() {
+            // Float types have no blocks: lengths that leave every kind of tail.
+            let n_cols = if block == 1 { blocks * 7 + 1 } else { blocks * block };
+            for (n_rows, n_tokens) in [(1, 1), (4, 1), (7, 1), (4, 4), (5, 6), (9, 3)] {
+                let case = Case::new(dtype, n_cols, n_rows, n_tokens, i as u64);
+                let (exact, scale) = (case.exact(), case.scale().max(1e-6));
+                for kernels in available() {
+                    for (got, want) in case.run(kernels).iter().zip(&exact) {
+                        let error = (*got as f64 - want).abs() / scale;
+                        assert!(error < 5e-4, "{} {dtype:?} {n_cols}: {got} for {want}", kernels.name);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tile_does_not_change_its_parts() {
+    for dtype in types() {
+        let n_cols = 3 * dtype.block_len().max(32);
+        let whole = Case::new(dtype, n_cols, 9, 7, 5);
+        for kernels in available() {
+            let together = whole.run(kernels);
+            for (t, x) in whole.x.chunks_exact(n_cols).enumerate() {
+                for (r, row) in whole.rows.iter().enumerate() {
+                    let one = Case { dtype, rows: vec![row.clone()], x: x.to_vec(), n_cols, n_tokens: 1 };
+                    let (alone, beside) = (one.run(kernels)[0], together[t * 9 + r]);
+                    assert_eq!(alone.to_bits(), beside.to_bits(), "{} {dtype:?}", kernels.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_decode_and_add() {
+    for dtype in types() {
+        for blocks in [1, 2, 5] {
+            let n = if dtype.block_len() == 1 { 13 * blocks } else { blocks * dtype.block_len() };
+            let mut random = Random(9);
+            let row = random_row(dtype, n, &mut random);
+            let start: Vec<f32> = (0..n).map(|_| random.float()).collect();
+            let mut want = vec![0.0; n];
+            decode(dtype, &row, &mut want);
+            for kernels in available() {
+                let mut decoded = vec![f32::NAN; n];
+                let (mut added, mut added_decoded) = (start.clone(), start.clone());
+                // SAFETY: tables of this processor.
+                unsafe {
+                    (kernels.decode)(dtype, &row, &mut decoded);
+                    (kernels.axpy)(dtype, 0.7, &row, &mut added);
+                    (kernels.axpy_f32)(0.7, &decoded, &mut added_decoded);
+                }
+                for i in 0..n {
+                    let close = |a: f32, b: f32| (a - b).abs() <= 1e-5 * (1.0 + b.abs());
+                    assert!(close(decoded[i], want[i]), "{} {dtype:?}", kernels.name);
+                    assert!(close(added[i], start[i] + 0.7 * want[i]), "{} {dtype:?}", kernels.name);
+                    assert_eq!(added[i].to_bits(), added_decoded[i].to_bits(), "{} {dtype:?}", kernels.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn norms_and_activations_are_right() {
+    let mut random = Random(3);
+    let x: Vec<f32> = (0..77).map(|_| 4.0 * random.float()).collect();
+    let weight: Vec<f32> = (0..77).map(|_| 1.0 + random.float()).collect();
+    let n = x.len() as f64;
+    let wide = |f: &dyn Fn(f64) -> f64| x.iter().map(|v| f(*v as f64)).collect::<Vec<_>>();
+    let mean = x.iter().map(|v| *v as f64).sum::<f64>() / n;
+    let squares = wide(&|v| v * v).iter().sum::<f64>() / n;
+    let variance = wide(&|v| (v - mean).powi(2)).iter().sum::<f64>() / n;
+    let exps = wide(&|v| (v * 0.5).exp());
+    let total: f64 = exps.iter().sum();
+    let near = |got: &[f32], want: &[f64]| {
+        for (g, w) in got.iter().zip(want) {
+            assert!((*g as f64 - w).abs() < 2e-6 * (1.0 + w.abs()), "{g} for {w}");
+        }
+    };
+    for kernels in available() {
+        let mut out = vec![0.0; x.len()];
+        // SAFETY: tables of this processor, here and below.
+        unsafe { (kernels.rms_norm)(&x, &weight, 1e-5, &mut out) };
+        let want: Vec<f64> =
+            x.iter().zip(&weight).map(|(x, w)| *x as f64 / (squares + 1e-5).sqrt() * *w as f64).collect();
+        near(&out, &want);
+        // SAFETY: as above.
+        unsafe { (kernels.layer_norm)(&x, &weight, Some(&weight), 1e-5, &mut out) };
+        let scale = (variance + 1e-5).sqrt();
+        let want: Vec<f64> =
+            x.iter().zip(&weight).map(|(x, w)| (*x as f64 - mean) / scale * *w as f64 + *w as f64).collect();
+        near(&out, &want);
+        let mut soft = x.clone();
+        // SAFETY: as above.
+        unsafe { (kernels.softmax)(&mut soft, 0.5) };
+        near(&soft, &exps.iter().map(|e| e / total).collect::<Vec<_>>());
+        let mut silu = x.clone();
+        // SAFETY: as above.
+        unsafe { (kernels.silu)(&mut silu) };
+        near(&silu, &wide(&|v| v / (1.0 + (-v).exp())));
+        let mut gelu = x.clone();
+        // SAFETY: as above.
+        unsafe { (kernels.gelu)(&mut gelu) };
+        near(&gelu, &wide(&|v| 0.5 * v * (1.0 + (0.797_884_560_8 * (v + 0.044_715 * v * v * v)).tanh())));
+    }
+}
+
+#[test]
+fn extreme_values_stay_what_they_are() {
+    for kernels in available() {
+        let mut x = vec![f32::NEG_INFINITY, -10.0, 80.0, -1e30];
+        // SAFETY: a table of this processor.
+        unsafe { (kernels.softmax)(&mut x, 1.0) };
+        assert_eq!(x, [0.0, 0.0, 1.0, 0.0]);
+        let mut x = vec![f32::NAN, 1.0];
+        // SAFETY: as above.
+        unsafe { (kernels.silu)(&mut x) };
+        assert!(x[0].is_nan() && x[1].is_finite());
+    }
+}

@@ -1,0 +1,12 @@
+//! The crate's tests, one binary: `common` makes models in memory, each other module tests a room.
+
+mod allocation;
+mod common;
+mod gguf;
+mod kernels;
+mod model;
+mod mutation;
+mod pool;
+
+#[global_allocator]
+static ALLOCATOR: allocation::Counting = allocation::Counting;

@@ -17,7 +17,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 build: $(VENV)/.installed
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release -q >/dev/null
 
 lint: build
 	cargo fmt --check
@@ -31,7 +31,7 @@ test: lint
 	cargo test -q --release
 	$(BIN)/python -m pytest
 
-# A million mutated files take half an hour; `make test` does twenty thousand.
+# `make test` does a hundred thousand.
 fuzz:
 	MUTATIONS=1000000 cargo test -q --release --test rust mutat -- --nocapture
 

@@ -13,7 +13,7 @@ use crate::backend::{Activation, Backend, FULL_BLOCKS, KV_BLOCK, KvShape};
 use crate::gguf::Gguf;
 use crate::model::forward::{Part, Pass, Scratch};
 use crate::model::kv_cache::Sequence;
-use crate::model::{Model, Options};
+use crate::model::{Model, Options, Progress};
 use crate::quant::DType;
 use crate::sparse::{Counts, Sparsity};
 use crate::{Error, Result};
@@ -91,20 +91,17 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Maps the file at `path` and binds it; `progress` is told of layers done and all.
-    pub fn open(
-        path: &Path,
-        options: &EngineOptions,
-        progress: &mut dyn FnMut(usize, usize),
-    ) -> Result<Self> {
+    /// Maps the file at `path` and binds it; `progress` is told of layers done and all, and says whether
+    /// to go on.
+    pub fn open(path: &Path, options: &EngineOptions, progress: &mut Progress) -> Result<Self> {
         Self::new(Gguf::open(path)?, options, progress)
     }
 
-    pub fn new(gguf: Gguf, options: &EngineOptions, progress: &mut dyn FnMut(usize, usize)) -> Result<Self> {
+    pub fn new(gguf: Gguf, options: &EngineOptions, progress: &mut Progress) -> Result<Self> {
         let kernels = kernels::select()?;
         let pool = Pool::new(options.threads.unwrap_or_else(default_threads))?;
         let model_options = Options { activation: options.activation, sparsity: options.sparsity };
-        let model = Model::load(&gguf, &model_options, progress)?;
+        let model = Model::load(&gguf, &model_options, &pool, progress)?;
         let c = &model.config;
         let n_ctx = n_ctx(options.n_ctx, &model)?;
         let threshold = options.sparse_threshold.unwrap_or(c.sparse_threshold);

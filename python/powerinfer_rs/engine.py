@@ -570,6 +570,8 @@ class Engine:
 
     def __repr__(self) -> str:
         """Describe the engine in one line."""
+        if not hasattr(self, "_engine"):  # a debugger looks at one whose loading failed
+            return "<powerinfer_rs.Engine, not loaded>"
         return f"<powerinfer_rs.Engine {self.summary()}>"
 
 

@@ -10,12 +10,17 @@ pub mod kv_cache;
 mod rope;
 mod weights;
 
+use std::ops::ControlFlow;
+
 use crate::backend::{Activation, Linear, Norm};
 use crate::quant::Matrix;
 use crate::sparse::Sparsity;
 use crate::sparse::ffn::Ffn;
 
 pub use config::Config;
+
+/// Told of layers loaded and layers in all; says whether to go on.
+pub type Progress<'a> = dyn FnMut(usize, usize) -> ControlFlow<()> + 'a;
 
 /// What the caller may decide about a model.
 #[derive(Clone, Copy, Debug, Default)]

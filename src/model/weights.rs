@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use crate::backend::cpu::pool::{Parts, Pool};
 use crate::backend::{Activation, Linear, Norm};
 use crate::gguf::{Gguf, Magic};
 use crate::quant::{Bytes, DType, Matrix, encode_q8_0};
@@ -11,7 +12,7 @@ use crate::sparse::predictor::Predictor;
 use crate::{Error, Result};
 
 use super::config::{Config, Keys};
-use super::{Layer, Model, Options, Qkv};
+use super::{Layer, Model, Options, Progress, Qkv};
 
 /// Tensors of a layer that an old converter leaves and nobody needs.
 const IGNORED: &[&str] = &["attn_rot_embd.weight"];
@@ -140,8 +141,9 @@ impl Binder<'_> {
 }
 
 impl Model {
-    /// Binds the tensors of `gguf`. Reads only the small ones; `progress` is told of layers done and all.
-    pub fn load(gguf: &Gguf, options: &Options, progress: &mut dyn FnMut(usize, usize)) -> Result<Self> {
+    /// Binds the tensors of `gguf`. Reads only the small ones, except for down projections that a sparse mode wants
+    /// turned; `pool` does that. `progress` is told of layers done and all, and says whether to go on.
+    pub fn load(gguf: &Gguf, options: &Options, pool: &Pool, progress: &mut Progress) -> Result<Self> {
         let keys = Keys::new(gguf)?;
         let mut binder = Binder { gguf, bound: HashSet::new() };
         let n_vocab = gguf.tensor("token_embd.weight").map_or(1, |t| t.dims[1..].iter().product());
@@ -158,6 +160,13 @@ impl Model {
                 let name = "position_embd.weight";
                 let n =
                     gguf.tensor(name).and_then(|t| t.dims.get(1).copied()).unwrap_or(c.n_ctx_train + offset);
+                if n <= offset {
+                    return Err(binder.wrong(
+                        name,
+                        format!("{n} rows"),
+                        format!("more than the first {offset}"),
+                    ));
+                }
                 Some((binder.need(name, n, c.n_embd)?, offset))
             }
         };
@@ -168,15 +177,11 @@ impl Model {
         let sparsity = sparsity(options, gguf, has_predictors, activation)?;
         let mut layers = Vec::new();
         for i in 0..c.n_layers {
-            let mut layer = binder.layer(&format!("blk.{i}."), c, activation)?;
+            let layer = binder.layer(&format!("blk.{i}."), c, activation)?;
             if has_predictors && layer.ffn.predictor.is_none() {
                 binder.need(&format!("blk.{i}.fc1.weight"), c.n_ff, c.n_embd)?;
             }
-            if sparsity != Sparsity::Dense {
-                turn_down(&mut layer.ffn);
-            }
             layers.push(layer);
-            progress(i + 1, c.n_layers);
         }
         binder.refuse_unknown(c.n_layers)?;
         let output_norm = binder.norm("output_norm", c.n_embd, c)?;
@@ -185,6 +190,19 @@ impl Model {
             None => token_embd.clone(),
         };
         let output = Linear { weight: output, bias: binder.vector("output.bias", c.n_vocab)? };
+        for start in (0..layers.len()).step_by(pool.n_threads()) {
+            let end = layers.len().min(start + pool.n_threads());
+            if sparsity != Sparsity::Dense {
+                let parts = Parts::new(&mut layers[start..end]);
+                // SAFETY: each chunk has a layer of its own.
+                pool.enter(|team| {
+                    team.run(end - start, &|i| turn_down(&mut unsafe { parts.part(i, 1) }[0].ffn))
+                });
+            }
+            if progress(end, layers.len()).is_break() {
+                return Err(Error::Interrupted);
+            }
+        }
         Ok(Self {
             config,
             token_embd,
@@ -275,7 +293,7 @@ fn turn_down(ffn: &mut Ffn) {
         _ => DType::F32,
     };
     let mut bytes = vec![0u8; n_ff * dtype.row_bytes(n_embd)];
-    if dtype == w.dtype() {
+    if !w.dtype().is_quantized() {
         let size = dtype.block_bytes();
         for (i, row) in w.bytes().chunks_exact(n_ff * size).enumerate() {
             for (j, value) in row.chunks_exact(size).enumerate() {

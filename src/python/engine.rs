@@ -1,5 +1,6 @@
 //! `_engine.Engine`: the Rust engine behind a lock.
 
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -60,6 +61,7 @@ impl Engine {
         kv_type: &str,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
+        let mut stopped = None;
         let inner = enter(py, || {
             let options = EngineOptions {
                 threads,
@@ -70,14 +72,17 @@ impl Engine {
                 kv_type: Some(parse_kv_type(kv_type)?),
             };
             engine::Engine::open(&path, &options, &mut |done, all| {
-                if let Some(progress) = &progress {
-                    // A progress bar that fails is no reason to fail the load.
-                    Python::attach(|py| {
-                        progress.call1(py, (done, all)).map(drop).unwrap_or_else(|e| e.print(py))
-                    });
-                }
+                stopped = Python::attach(|py| {
+                    let told = progress.as_ref().map_or(Ok(()), |p| p.call1(py, (done, all)).map(drop));
+                    told.and_then(|()| py.check_signals()).err()
+                });
+                if stopped.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             })
-        })?;
+        });
+        if let Some(error) = stopped {
+            return Err(error);
+        }
+        let inner = inner?;
         Ok(Self { gguf: inner.gguf().clone(), info: inner.info(), inner: Mutex::new(inner) })
     }
 

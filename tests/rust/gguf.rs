@@ -1,5 +1,6 @@
 //! The reader's answers to files that are wrong in one known way.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use powerinfer_rs::engine::{Engine, EngineOptions};
@@ -114,7 +115,7 @@ fn keys_are_told_apart() {
 
 fn load(bytes: Vec<u8>) -> Result<Engine> {
     let options = EngineOptions { threads: Some(1), ..EngineOptions::default() };
-    Engine::new(open(bytes)?, &options, &mut |_, _| ())
+    Engine::new(open(bytes)?, &options, &mut |_, _| ControlFlow::Continue(()))
 }
 
 /// The tiny model with `from` overwritten by `to`, of the same length, where it first stands.

@@ -1,5 +1,6 @@
 //! The engine: sequences, batches, threads, saving.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use powerinfer_rs::backend::KV_BLOCK;
@@ -18,7 +19,7 @@ fn engine(arch: &str, dtype: DType, change: impl FnOnce(&mut EngineOptions)) -> 
     let gguf = Gguf::from_bytes(tiny_model(arch, dtype), Path::new("tiny.gguf")).unwrap();
     let mut options = EngineOptions { threads: Some(1), ..EngineOptions::default() };
     change(&mut options);
-    Engine::new(gguf, &options, &mut |_, _| ()).unwrap()
+    Engine::new(gguf, &options, &mut |_, _| ControlFlow::Continue(())).unwrap()
 }
 
 fn tokens(n: usize) -> Vec<u32> {
@@ -172,7 +173,7 @@ fn modes_are_checked_against_the_file() {
     let load = |sparsity, activation| {
         let gguf = Gguf::from_bytes(tiny_model("llama", DType::F16), Path::new("tiny.gguf")).unwrap();
         let options = EngineOptions { sparsity, activation, threads: Some(1), ..EngineOptions::default() };
-        Engine::new(gguf, &options, &mut |_, _| ()).map(|e| e.info().sparsity)
+        Engine::new(gguf, &options, &mut |_, _| ControlFlow::Continue(())).map(|e| e.info().sparsity)
     };
     use powerinfer_rs::backend::Activation::Silu;
     assert_eq!(load(None, None).unwrap(), Sparsity::Predicted);

@@ -1,5 +1,6 @@
 //! Broken files: whatever is wrong with one, the answer is an error, at once and in little memory.
 
+use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -20,7 +21,7 @@ const MAX_TIME: Duration = Duration::from_secs(2);
 fn load_and_step(bytes: Vec<u8>) -> Result<()> {
     let gguf = Gguf::from_bytes(bytes, Path::new("mutant.gguf"))?;
     let options = EngineOptions { threads: Some(1), n_ctx: Some(8), ..EngineOptions::default() };
-    let mut engine = Engine::new(gguf, &options, &mut |_, _| ())?;
+    let mut engine = Engine::new(gguf, &options, &mut |_, _| ControlFlow::Continue(()))?;
     let sequence = engine.new_sequence();
     let request = Request { sequence, tokens: &[0, 1], n_logits: 1 };
     engine.step(&[request], &mut || false).map(drop)
@@ -74,7 +75,7 @@ fn the_seeds_are_sound() {
 
 #[test]
 fn a_mutated_file_is_an_error_or_a_model() {
-    let n: u64 = std::env::var("MUTATIONS").map_or(20_000, |n| n.parse().expect("a number"));
+    let n: u64 = std::env::var("MUTATIONS").map_or(100_000, |n| n.parse().expect("a number"));
     let seeds = seeds();
     let (mut errors, mut most, mut slowest) = (0, 0, Duration::ZERO);
     for i in 0..n {

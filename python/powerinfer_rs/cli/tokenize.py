@@ -31,4 +31,12 @@ def tokenize(
         print(json.dumps({"ids": ids}))
         return
     for token in ids:
-        print(f"{token:>7}  {tokenizer.token_bytes(token, special=True)!r}"[: 9 + 200].replace("  b'", "  '", 1))
+        print(f"{token:>7}  {_shown(tokenizer.token_bytes(token, special=True))}")
+
+
+def _shown(data: bytes) -> str:
+    """The token's text, quoted; its bytes where they are only part of a character."""
+    try:
+        return repr(data.decode())
+    except UnicodeDecodeError:
+        return repr(data)

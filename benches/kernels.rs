@@ -1,1 +1,84 @@
-fn main() {}
+//! Dot products and row additions by format and instruction set, in bytes of weights a second; beside them the plain
+//! streaming read that they can't beat.
+
+use std::hint::black_box;
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use powerinfer_rs::backend::cpu::bandwidth::streaming_read;
+use powerinfer_rs::backend::cpu::kernels::{Rows, available};
+use powerinfer_rs::backend::cpu::operand::{Operand, Quantized};
+use powerinfer_rs::backend::cpu::pool::Pool;
+use powerinfer_rs::quant::DType;
+
+const N_COLS: usize = 4096;
+const N_ROWS: usize = 4096;
+
+/// Bytes of half-precision ones: sound scales for every format.
+fn weights(dtype: DType) -> Vec<u8> {
+    [0x00, 0x3c].repeat(N_ROWS * dtype.row_bytes(N_COLS) / 2)
+}
+
+fn types() -> impl Iterator<Item = DType> {
+    DType::ALL.iter().copied().filter(|t| *t != DType::I32)
+}
+
+fn dot(c: &mut Criterion) {
+    let x: Vec<f32> = (0..N_COLS).map(|i| (i % 17) as f32 - 8.0).collect();
+    let mut quantized = Quantized::default();
+    quantized.resize(1, N_COLS);
+    for kernels in available() {
+        // SAFETY: `available` hands out tables of this processor, here and below.
+        unsafe { (kernels.quantize)(&x, &mut quantized.parts().row(0)) };
+        let operand =
+            Operand { n_cols: N_COLS, first: 0, n_tokens: 1, values: &x, quantized: Some(&quantized) };
+        for dtype in types() {
+            let bytes = weights(dtype);
+            let rows: Vec<*const u8> = bytes.chunks(dtype.row_bytes(N_COLS)).map(|r| r.as_ptr()).collect();
+            let mut out = vec![0.0f32; N_ROWS];
+            let mut group = c.benchmark_group(format!("dot/{}", kernels.name));
+            group.throughput(Throughput::Bytes(bytes.len() as u64)).sample_size(10);
+            group.bench_function(BenchmarkId::from_parameter(dtype.name()), |b| {
+                b.iter(|| {
+                    let rows = Rows { now: black_box(&rows), next: &[] };
+                    // SAFETY: whole rows, and an output for each.
+                    unsafe { (kernels.dot[dtype as usize])(rows, &operand, out.as_mut_ptr(), N_ROWS) }
+                })
+            });
+        }
+    }
+}
+
+fn axpy(c: &mut Criterion) {
+    for kernels in available() {
+        for dtype in types() {
+            let bytes = weights(dtype);
+            let mut out = vec![0.0f32; N_COLS];
+            for density in [1, 3, 10] {
+                // Every density-th row is on, as neurons would be.
+                let on: Vec<&[u8]> = bytes.chunks(dtype.row_bytes(N_COLS)).step_by(density).collect();
+                let name = format!("axpy/{}/1-in-{density}", kernels.name);
+                let mut group = c.benchmark_group(name);
+                group.throughput(Throughput::Bytes((on.len() * on[0].len()) as u64)).sample_size(10);
+                group.bench_function(BenchmarkId::from_parameter(dtype.name()), |b| {
+                    // SAFETY: a table of this processor.
+                    b.iter(|| on.iter().for_each(|row| unsafe { (kernels.axpy)(dtype, 1e-3, row, &mut out) }))
+                });
+            }
+        }
+    }
+}
+
+fn memory(c: &mut Criterion) {
+    let pool = Pool::new(1).expect("one thread");
+    let n_bytes = 1 << 28;
+    let mut group = c.benchmark_group("memory");
+    group.throughput(Throughput::Bytes(n_bytes as u64)).sample_size(10);
+    group.bench_function("streaming read, one thread", |b| {
+        b.iter_custom(|n| {
+            std::time::Duration::from_secs_f64(n as f64 * n_bytes as f64 / streaming_read(&pool, n_bytes, 3))
+        })
+    });
+}
+
+criterion_group!(benches, memory, dot, axpy);
+criterion_main!(benches);

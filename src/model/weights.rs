@@ -194,9 +194,12 @@ impl Model {
             let end = layers.len().min(start + pool.n_threads());
             if sparsity != Sparsity::Dense {
                 let parts = Parts::new(&mut layers[start..end]);
-                // SAFETY: each chunk has a layer of its own.
                 pool.enter(|team| {
-                    team.run(end - start, &|i| turn_down(&mut unsafe { parts.part(i, 1) }[0].ffn))
+                    team.run(end - start, &|i| {
+                        // SAFETY: each chunk has a layer of its own.
+                        let layer = unsafe { parts.part(i, 1) };
+                        turn_down(&mut layer[0].ffn);
+                    });
                 });
             }
             if progress(end, layers.len()).is_break() {

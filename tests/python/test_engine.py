@@ -25,6 +25,8 @@ from powerinfer_rs import (
     models,
 )
 
+from gguf import GGUFReader
+
 PROMPT = "The capital of France is"
 
 

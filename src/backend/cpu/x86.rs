@@ -9,7 +9,7 @@ pub fn fetch<const R: usize>(rows: &[*const u8; R], at: usize, n: usize) {
     for row in rows {
         for line in (0..n).step_by(64) {
             // SAFETY: a prefetch of any address is harmless, and SSE is part of x86-64.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(at + line).cast()) };
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(at + line).cast()) };
         }
     }
 }

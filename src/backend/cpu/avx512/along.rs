@@ -126,6 +126,10 @@ unsafe fn each_of_step<F: Units>(
     for i in 0..n.div_ceil(64) {
         // SAFETY: i counts the step's units.
         let (u, scale, min) = unsafe { F::unit(&state, step, i) };
+        let min = match F::ZERO {
+            Some(zero) => _mm512_mul_ps(scale, _mm512_set1_ps(zero)),
+            None => min,
+        };
         macro_rules! group {
             ($g:literal) => {
                 if 64 * i + 16 * $g < n {

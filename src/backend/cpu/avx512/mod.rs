@@ -48,7 +48,8 @@ const fn dot_for(dtype: DType) -> Dot {
     }
 }
 
-/// 64 weights: `w = scale * u + min`, each lane's scale and offset being those of its four weights.
+/// 64 weights: `w = scale * u + min`, each lane's scale and offset being those of its four weights. A format whose
+/// offset is a multiple of the scale says so in [`Units::ZERO`] and leaves it zero here.
 type Unit = (__m512i, __m512, __m512);
 
 /// How a format's blocks become units. A step is the least whole number of blocks that makes whole units.
@@ -57,6 +58,8 @@ trait Units {
     const BLOCK_BYTES: usize;
     /// Blocks in a step: two of 32 weights, or one of 256.
     const BLOCKS: usize;
+    /// What `scale` is multiplied with to be the offset, where that is the same for all weights.
+    const ZERO: Option<f32> = None;
     type State;
 
     /// # Safety
@@ -156,13 +159,17 @@ unsafe fn add_step<F: Units, const R: usize, const T: usize>(
                     spread_4(_mm_loadu_ps(x[t].quarter_sum.as_ptr().add(at / 16))),
                 )
             };
+            let zero_sums = _mm512_mul_ps(quarter_sums, _mm512_set1_ps(F::ZERO.unwrap_or(0.0)));
             for r in 0..R {
                 let (u, scale, min) = units[r];
                 let highs = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, high);
                 let products = _mm512_dpbusd_epi32(_mm512_slli_epi32(highs, 8), u, low);
                 sums[r][t] =
                     _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_mul_ps(scale, d), sums[r][t]);
-                sums[r][t] = _mm512_fmadd_ps(min, quarter_sums, sums[r][t]);
+                sums[r][t] = match F::ZERO {
+                    Some(_) => _mm512_fmadd_ps(scale, zero_sums, sums[r][t]),
+                    None => _mm512_fmadd_ps(min, quarter_sums, sums[r][t]),
+                };
             }
         }
     }
@@ -212,12 +219,13 @@ unsafe fn nibbles(a: *const u8, b: *const u8) -> __m512i {
 }
 
 macro_rules! units_of {
-    ($name:ident, $block:ty, $blocks:literal, $state:ty, begin($p:ident) $begin:block, unit($s:ident, $q:ident, $i:ident) $unit:block) => {
+    ($name:ident, $block:ty, $blocks:literal, $zero:expr, $state:ty, begin($p:ident) $begin:block, unit($s:ident, $q:ident, $i:ident) $unit:block) => {
         struct $name;
         impl Units for $name {
             const BLOCK_LEN: usize = <$block>::LEN;
             const BLOCK_BYTES: usize = <$block>::BYTES;
             const BLOCKS: usize = $blocks;
+            const ZERO: Option<f32> = $zero;
             type State = $state;
 
             #[inline]
@@ -240,23 +248,23 @@ macro_rules! units_of {
     };
 }
 
-units_of!(Q4_0, quant::Q4_0, 2, (), begin(_p) {}, unit(_s, p, _i) {
+units_of!(Q4_0, quant::Q4_0, 2, Some(-8.0), (), begin(_p) {}, unit(_s, p, _i) {
     let scale = two_halves(p, p.add(18));
-    (nibbles(p.add(2), p.add(20)), scale, _mm512_mul_ps(scale, _mm512_set1_ps(-8.0)))
+    (nibbles(p.add(2), p.add(20)), scale, _mm512_setzero_ps())
 });
 
-units_of!(Q4_1, quant::Q4_1, 2, (), begin(_p) {}, unit(_s, p, _i) {
+units_of!(Q4_1, quant::Q4_1, 2, None, (), begin(_p) {}, unit(_s, p, _i) {
     (nibbles(p.add(4), p.add(24)), two_halves(p, p.add(20)), two_halves(p.add(2), p.add(22)))
 });
 
-units_of!(Q8_0, quant::Q8_0, 2, (), begin(_p) {}, unit(_s, p, _i) {
+units_of!(Q8_0, quant::Q8_0, 2, Some(-128.0), (), begin(_p) {}, unit(_s, p, _i) {
     let (a, b) = (_mm256_loadu_si256(p.add(2).cast()), _mm256_loadu_si256(p.add(36).cast()));
     let q = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
     let scale = two_halves(p, p.add(34));
-    (_mm512_xor_si512(q, _mm512_set1_epi8(-128)), scale, _mm512_mul_ps(scale, _mm512_set1_ps(-128.0)))
+    (_mm512_xor_si512(q, _mm512_set1_epi8(-128)), scale, _mm512_setzero_ps())
 });
 
-units_of!(Q4K, quant::Q4K, 1, ([f32; 8], [f32; 8]), begin(p) {
+units_of!(Q4K, quant::Q4K, 1, None, ([f32; 8], [f32; 8]), begin(p) {
     let (scales, mins) = k_scales(p);
     let halves = _mm_cvtph_ps(_mm_cvtsi32_si128(p.cast::<i32>().read_unaligned()));
     let d = _mm256_broadcastss_ps(halves);
@@ -273,7 +281,7 @@ units_of!(Q4K, quant::Q4K, 1, ([f32; 8], [f32; 8]), begin(p) {
     (_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), two(&s.0), two(&s.1))
 });
 
-units_of!(Q6K, quant::Q6K, 1, [f32; 16], begin(p) {
+units_of!(Q6K, quant::Q6K, 1, Some(-32.0), [f32; 16], begin(p) {
     let d = _mm512_set1_ps(quant::f16_to_f32(p.add(208).cast::<u16>().read_unaligned()));
     let scales = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.add(192).cast())));
     let mut out = [0.0; 16];
@@ -288,7 +296,7 @@ units_of!(Q6K, quant::Q6K, 1, [f32; 16], begin(p) {
     let qh = _mm512_and_si512(_mm512_srlv_epi64(qh, shifts), _mm512_set1_epi8(3));
     let u = _mm512_or_si512(_mm512_and_si512(ql, _mm512_set1_epi8(0x0f)), _mm512_slli_epi16(qh, 4));
     let scale = spread_4(_mm_loadu_ps(s.as_ptr().add(4 * i)));
-    (u, scale, _mm512_mul_ps(scale, _mm512_set1_ps(-32.0)))
+    (u, scale, _mm512_setzero_ps())
 });
 
 /// The eight six-bit scales and offsets of a Q4_K block, as floats.

@@ -76,11 +76,13 @@ class Tokenizer:
                 f"key tokenizer.ggml.model: {self.kind!r} is not supported; expected llama or gpt2"
             )
         self._texts: list[str] = key("tokens") or []
-        if not self._texts or not all(isinstance(t, str) for t in self._texts):
+        if not isinstance(self._texts, list) or set(map(type, self._texts)) != {str}:
             raise UnsupportedModelError("key tokenizer.ggml.tokens: got nothing, expected the tokens' texts")
         n = len(self._texts)
         self._types: list[int] = (list(key("token_type") or []) + [TokenType.NORMAL] * n)[:n]
-        self._ids = {text: i for i, text in enumerate(self._texts)}
+        #: The tokens that are more than text, and their types.
+        self._others = [(i, kind) for i, kind in enumerate(self._types) if kind != TokenType.NORMAL]
+        self._ids = dict(zip(self._texts, range(n), strict=True))
         self._pre = self._pre_tokenizer(key("pre"))
         self._space_prefix = bool(key("add_space_prefix", self.kind == "llama"))
         self._bos: int | None = self._id(key("bos_token_id", 1 if self.kind == "llama" else None))
@@ -123,12 +125,12 @@ class Tokenizer:
             return frozenset()
         special = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
         keep = {self._ids.get(t) for t in ("<unk>", "<s>", "<|endoftext|>")}
-        ids = {i for i, t in enumerate(self._types) if t in special} - keep
+        ids = {i for i, kind in self._others if kind in special} - keep
         return frozenset(ids | ({self._ids["</s>"]} if "</s>" in self._ids else set()))
 
     def _splitter(self, types: set[TokenType]) -> re.Pattern[str] | None:
         """A pattern that finds the texts of tokens of `types`, the longest first."""
-        texts = {t for t, kind in zip(self._texts, self._types, strict=True) if kind in types and t}
+        texts = {self._texts[i] for i, kind in self._others if kind in types} - {""}
         if not texts:
             return None
         return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)))
@@ -156,13 +158,15 @@ class Tokenizer:
 
     def _byte_pairs(self, merges: list[str]) -> Backend:
         """GPT-2's BPE over bytes."""
-        ids, pairs = self._ids, []
-        for merge in merges:
-            left, _, right = merge.partition(" ") if merge[:1] != " " else (" ", " ", merge[2:])
-            # Where a vocabulary was cut, merges of tokens that are gone would be refused.
-            if left in ids and right in ids and left + right in ids:
-                pairs.append((left, right))
-        backend = Backend(BPE(ids, pairs, ignore_merges=self._pre.ignore_merges))
+        # The first space parts the two; a byte-level token has none inside.
+        pairs = [(m[:1] + left, right) for m in merges for left, _, right in [m[1:].partition(" ")]]
+        try:
+            model = BPE(self._ids, pairs, ignore_merges=self._pre.ignore_merges)
+        except Exception:  # the library knows no narrower one: a vocabulary was cut, and merges of lost tokens are left
+            known = self._ids
+            pairs = [p for p in pairs if p[0] in known and p[1] in known and p[0] + p[1] in known]
+            model = BPE(known, pairs, ignore_merges=self._pre.ignore_merges)
+        backend = Backend(model)
         splits = [Split(Regex(p), "isolated") for p in self._pre.patterns]
         backend.pre_tokenizer = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
         return backend

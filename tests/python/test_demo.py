@@ -66,6 +66,14 @@ def test_greedy_text_is_the_oracles(demo, oracle):
         assert free[:until] == forced[:until].tolist()
 
 
+def test_the_baseline_instruction_set_gives_the_same_tokens(demo, monkeypatch):
+    monkeypatch.setenv("POWERINFER_ISA", "scalar")
+    plain = Engine(threads=2)
+    assert plain.stats()["instruction_set"] == "scalar"
+    want = demo.generate("The capital of France is", max_tokens=24, temperature=0).tokens
+    assert plain.generate("The capital of France is", max_tokens=24, temperature=0).tokens == want
+
+
 def test_ten_best_after_the_prompt(demo):
     for p in PROMPTS:
         last = demo.logits(p["ids"])[-1]

@@ -193,6 +193,11 @@ fn extreme_values_stay_what_they_are() {
         // SAFETY: a table of this processor.
         unsafe { (kernels.softmax)(&mut x, 1.0) };
         assert_eq!(x, [0.0, 0.0, 1.0, 0.0]);
+        for broken in [f32::NAN, f32::INFINITY] {
+            let mut case = Case::new(DType::Q8_0, 64, 1, 1, 0);
+            case.x[40] = broken;
+            assert!(case.run(kernels)[0].is_nan(), "{} hides {broken}", kernels.name);
+        }
         let mut x = vec![f32::NAN, 1.0];
         // SAFETY: as above.
         unsafe { (kernels.silu)(&mut x) };

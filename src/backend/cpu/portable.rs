@@ -46,21 +46,24 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
     out.d.fill(0.0);
     out.quarter_sum.fill(0.0);
     for (b, x) in x.chunks(Q_BLOCK).enumerate() {
-        let mut lanes = [0.0f32; 16];
+        let (mut lanes, mut poison) = ([0.0f32; 16], [0.0f32; 16]);
         for x in x.chunks(16) {
-            for (m, v) in lanes.iter_mut().zip(x) {
+            for ((m, p), v) in lanes.iter_mut().zip(&mut poison).zip(x) {
                 *m = if v.abs() > *m { v.abs() } else { *m };
+                // NaN for NaN and infinity: a broken model must show.
+                *p += v * 0.0;
             }
         }
         let largest = lanes.iter().fold(0.0f32, |m, v| if *v > m { *v } else { m });
-        let d = largest / LARGEST;
+        let d = largest / LARGEST + poison.iter().sum::<f32>();
         let inverse = if largest > 0.0 { LARGEST / largest } else { 0.0 };
         out.d[b] = d;
         for (g, x) in x.chunks(Q_GROUP).enumerate() {
             let at = b * Q_BLOCK + g * Q_GROUP;
             let mut total = 0i32;
             for ((high, low), v) in out.high[at..].iter_mut().zip(&mut out.low[at..]).zip(x) {
-                let q = (v * inverse + ROUND).to_bits() as i32 - ROUND.to_bits() as i32;
+                let q = ((v * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+                let q = q.clamp(-LARGEST as i32, LARGEST as i32);
                 let h = (q + 128) >> 8;
                 // -128 has no negative in a byte, which AVX2's kernels need; a unit of 32512 is no loss.
                 let l = (q - (h << 8)).max(-127);

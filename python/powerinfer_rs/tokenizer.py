@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-from ._engine import InvalidArgumentError, UnsupportedModelError
+from ._engine import UnsupportedModelError
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _SPACE = "\u2581"
@@ -274,12 +274,6 @@ class Tokenizer:
         """
         decoder = StreamDecoder(self, at_start=True, special=special)
         return "".join([decoder.push(int(i)) for i in ids]) + decoder.finish()
-
-    def check_ids(self, ids: Iterable[int]) -> None:
-        """Refuse ids that the vocabulary hasn't got."""
-        for i in ids:
-            if not 0 <= i < len(self._texts):
-                raise InvalidArgumentError(f"ids: got {i}, expected 0 to {len(self._texts) - 1}")
 
 
 class StreamDecoder:

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use memmap2::Mmap;
 
-use crate::quant::{Bytes, DType, Matrix, Source};
+use crate::quant::{Bytes, Matrix, Source};
 use crate::{Error, Result};
 
 pub use header::{Magic, TensorInfo};
@@ -183,12 +183,6 @@ impl Gguf {
         let info = &self.parts[p].header.tensors[i];
         let bytes = Bytes::new(self.parts[p].source.clone(), info.range.clone());
         Some(Matrix::new(info.dtype, info.dims[1..].iter().product(), info.dims[0], bytes))
-    }
-
-    /// Bytes that each type takes, in order of [`DType::ALL`], types that don't occur left out.
-    pub fn bytes_by_type(&self) -> Vec<(DType, usize)> {
-        let of = |dtype| self.tensors().filter(|t| t.dtype == dtype).map(|t| t.range.len()).sum();
-        DType::ALL.iter().map(|t| (*t, of(*t))).filter(|(_, n)| *n > 0).collect()
     }
 }
 

@@ -103,9 +103,4 @@ impl Matrix {
         let bytes = self.bytes.slice(range.start * n..range.end * n);
         Matrix { dtype: self.dtype, n_rows: range.len(), n_cols: self.n_cols, bytes }
     }
-
-    /// Whether the bytes lie in the mapped file (rather than in memory of their own).
-    pub fn is_mapped(&self) -> bool {
-        matches!(*self.bytes.source, Source::Mapped(_))
-    }
 }

@@ -42,10 +42,6 @@ impl Quantized {
         self.quarter_sum.resize(n / Q_GROUP, 0.0);
     }
 
-    pub fn n_tokens(&self) -> usize {
-        self.high.len().checked_div(self.stride).unwrap_or(0)
-    }
-
     pub fn row(&self, token: usize) -> QRow<'_> {
         let s = self.stride;
         QRow {

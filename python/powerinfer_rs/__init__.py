@@ -19,7 +19,8 @@ from ._engine import (
     PowerInferError,
     UnsupportedModelError,
 )
-from .engine import Completion, Engine, Timings
+from .completion import Completion, Timings
+from .engine import Engine
 from .sampling import Sampler, SamplingError, SamplingParams
 from .tokenizer import StreamDecoder, Tokenizer
 

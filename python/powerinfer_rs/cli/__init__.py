@@ -5,7 +5,8 @@ Exit codes: 0, 1 for a failure told in one line, 2 for wrong usage, 130 after Ct
 
 from __future__ import annotations
 
-import os
+import io
+import signal
 import sys
 from typing import NoReturn
 
@@ -39,20 +40,17 @@ def _root(
 
 def main() -> NoReturn:
     """Run the command line; failures are one line unless `--debug` asks for the traceback."""
+    # Whoever reads our output may go: end quietly then, as other commands do.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # What a terminal can't show is no reason to fail.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         app()
     except (PowerInferError, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, BrokenPipeError):
-            # Whoever read our output has gone; writing to it at exit would only complain again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
         if options.debug:
             raise
         print(f"powerinfer: error: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        if options.debug:
-            raise
-        print(file=sys.stderr)
-        sys.exit(130)
     sys.exit(0)

@@ -65,6 +65,7 @@ def bench(
     engine = options.load(
         model,
         threads=threads,
+        ctx=n_prompt + n_decode + 16,
         sparsity=sparsity,
         sparse_threshold=sparse_threshold,
         activation=activation,

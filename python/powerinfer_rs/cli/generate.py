@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..engine import Completion
+from ..completion import Completion
+from ..sampling import SamplingParams
 from . import options
 
 
@@ -20,10 +21,10 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
         raise typer.BadParameter("give one of -p TEXT and -f FILE", param_hint="'-p' / '-f'")
     if prompt is not None:
         return prompt
-    if file == "-":
-        return sys.stdin.buffer.read().decode("utf-8")
     try:
-        return Path(file or "").read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if file == "-" else Path(file or "").read_bytes()
+        # An editor's last newline is no part of the prompt.
+        return data.decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{file} is not UTF-8 text: {error}", param_hint="'-f'") from None
 
@@ -71,6 +72,8 @@ def generate(
 ) -> None:
     """Continue a prompt; the text goes to standard output, all else to standard error."""
     text = _read_prompt(prompt, file)
+    # What can't be is said before anything is loaded.
+    SamplingParams(temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty)
     engine = options.load(
         model,
         threads=threads,
@@ -85,27 +88,32 @@ def generate(
     notes.print(engine.summary(), style="dim", markup=False)
     on_text = None
     if not as_json:
-        sys.stdout.write("" if no_echo else text)
-        sys.stdout.flush()
-        on_text = _write
-    completion = engine.generate(
-        text,
-        max_tokens=n_predict,
-        temperature=temp,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repeat_penalty=repeat_penalty,
-        seed=seed,
-        stop=stop,
-        parse_special=special,
-        ignore_eos=ignore_eos,
-        overflow="slide" if slide else "error",
-        on_text=on_text,
-    )
+        on_text = _Echo("" if no_echo else text)
+    try:
+        completion = engine.generate(
+            text,
+            max_tokens=n_predict,
+            temperature=temp,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            seed=seed,
+            stop=stop,
+            parse_special=special,
+            ignore_eos=ignore_eos,
+            overflow="slide" if slide else "error",
+            on_text=on_text,
+        )
+    except BaseException:
+        if on_text is not None and on_text.wrote:
+            print(flush=True)
+        raise
     if as_json:
         print(json.dumps(_report(completion, engine.stats()), ensure_ascii=False))
         return
+    if on_text is not None and not on_text.wrote:
+        on_text("")
     print(flush=True)
     t = completion.timings
     notes.print(
@@ -116,9 +124,18 @@ def generate(
     )
 
 
-def _write(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+class _Echo:
+    """Writes the prompt before the first piece of text, and each piece as it comes."""
+
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
+        self.wrote = False
+
+    def __call__(self, piece: str) -> None:
+        sys.stdout.write(self._prompt + piece)
+        sys.stdout.flush()
+        self._prompt = ""
+        self.wrote = True
 
 
 def _report(completion: Completion, stats: dict[str, object]) -> dict[str, object]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .. import _engine
 from . import options
@@ -70,10 +71,10 @@ def inspect(
         print(json.dumps({**info, "predictors": predictors, "memory": memory}))
         return
     console = Console(highlight=False)
-    keys = Table("key", "value", title=str(file), title_justify="left")
+    keys = Table("key", "value", title=Text(str(file)), title_justify="left")
     for name, value in info["metadata"].items():
-        keys.add_row(name, _short(value))
-    console.print(keys, markup=False)
+        keys.add_row(Text(name), Text(_short(value)))
+    console.print(keys)
     types = Table("type", "tensors", "size")
     for kind, n_bytes in sizes.most_common():
         types.add_row(kind, str(counts[kind]), _size(n_bytes))
@@ -81,7 +82,7 @@ def inspect(
     if tensors:
         table = Table("tensor", "type", "shape", "size")
         for name, kind, dims, n_bytes in info["tensors"]:
-            table.add_row(name, kind, " x ".join(map(str, dims)), _size(n_bytes))
+            table.add_row(Text(name), kind, " x ".join(map(str, dims)), _size(n_bytes))
         console.print(table)
     n_weights = sum(math.prod(dims) for _, _, dims, _ in info["tensors"])
     lines = [
@@ -91,4 +92,4 @@ def inspect(
         f"memory: weights {_size(memory['weights'])}, f16 cache {_size(memory['kv_cache_per_token'])} a token, "
         f"{_size(memory['kv_cache_at_full_context'])} at full context",
     ]
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    console.print(Text("\n".join(lines)), soft_wrap=True)

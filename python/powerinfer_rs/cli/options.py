@@ -95,7 +95,6 @@ def load(
     activation: Activation | None = None,
     kv_type: KvType = KvType.F16,
     vram_budget: float | None = None,
-    seed: int | None = None,
 ) -> Engine:
     """Load a model, with a progress bar on a terminal."""
     bar = Progress(
@@ -117,6 +116,5 @@ def load(
             activation=activation and activation.value,
             kv_type=kv_type.value,
             vram_budget=vram_budget,
-            seed=seed,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -27,7 +27,9 @@ pub enum Error {
     Argument { name: &'static str, got: String, expected: String },
 
     /// More positions than the context has.
-    #[error("context full: {requested} tokens asked for, n_ctx is {n_ctx}; a larger one, or a sliding context, goes on")]
+    #[error(
+        "context full: {requested} tokens asked for, n_ctx is {n_ctx}; a larger one, or a sliding context, goes on"
+    )]
     ContextOverflow { requested: usize, n_ctx: usize },
 
     /// A device that isn't there, or can't be used.

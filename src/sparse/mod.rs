@@ -12,7 +12,7 @@ use crate::{Error, Result};
 pub enum Sparsity {
     /// The neurons that the predictor calls on, less those whose gate isn't positive.
     Predicted,
-    /// The gate in full, the rest for neurons whose gate is positive: the dense result.
+    /// The gate in full, the rest for neurons whose gate is positive: what the others would add is zero.
     Exact,
     Dense,
 }

@@ -59,6 +59,7 @@ def run_cli(*args: object, stdin: bytes = b"", env: dict[str, str] | None = None
         input=stdin,
         capture_output=True,
         timeout=120,
+        cwd=ROOT,
         env={**os.environ, "COLUMNS": "100", **(env or {})},
         check=False,
     )

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from powerinfer_rs import Engine, InvalidArgumentError
+from powerinfer_rs import Engine, InvalidArgumentError, UnsupportedModelError
 
 from gguf import GGUFWriter
 
@@ -14,7 +14,9 @@ WIDTH, FF, HEADS, KV_HEADS, VOCAB, LAYERS = 64, 96, 4, 2, 40, 2
 TOKENS = [3, 17, 39, 0, 8, 8, 21]
 
 
-def write(path, arch, *, head_dim=16, keys=None, biases=False, qk_norm=False, tied=False, factors=None, fused=False):
+def write(
+    path, arch, *, head_dim=16, keys=None, biases=False, qk_norm=False, tied=False, factors=None, fused=False, extra=()
+):
     """Write a random F32 model; returns its tensors by name, as (out, in)."""
     rng = np.random.default_rng(4)
     writer = GGUFWriter(path, arch)
@@ -29,7 +31,7 @@ def write(path, arch, *, head_dim=16, keys=None, biases=False, qk_norm=False, ti
         writer.add_layer_norm_eps(1e-5)
     else:
         writer.add_layer_norm_rms_eps(1e-6)
-    for add in keys or []:
+    for add in keys:
         add(writer)
     tensors = {}
 
@@ -72,6 +74,8 @@ def write(path, arch, *, head_dim=16, keys=None, biases=False, qk_norm=False, ti
         put(b + "attn_output.weight", WIDTH, q)
         put(b + "ffn_up.weight", FF, WIDTH)
         put(b + "ffn_down.weight", WIDTH, FF)
+    for name in extra:
+        put(name, WIDTH)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -196,3 +200,12 @@ def test_modes_that_a_file_does_not_allow(tmp_path):
     for options in ({"sparsity": "predicted"}, {"sparsity": "exact"}, {"sparsity": "half"}, {"activation": "tanh"}):
         with pytest.raises(InvalidArgumentError):
             Engine(tmp_path / "m.gguf", **options)
+
+
+def test_a_tensor_that_nothing_reads_is_refused(tmp_path):
+    """An RMS norm's bias, say: computing without it would be silently wrong."""
+    path = tmp_path / "m.gguf"
+    for name in ("output_norm.bias", "blk.0.ffn_norm.bias", "token_embd_norm.weight"):
+        write(path, "llama", extra=(name,))
+        with pytest.raises(UnsupportedModelError, match=f"{name}.*unknown use"):
+            Engine(path)

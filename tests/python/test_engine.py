@@ -340,3 +340,78 @@ def test_a_processor_of_few_cores_is_not_overrun():
     """)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=dict(os.environ))
     assert out.stdout == b"1\n"
+
+
+def test_a_signal_handler_that_asks_the_engine_does_not_hang():
+    code = textwrap.dedent("""
+        import signal, numpy as np
+        from powerinfer_rs import Engine, PowerInferError
+        e = Engine()
+        signal.signal(signal.SIGALRM, lambda *_: e.stats())
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            e.logits(np.ones(3000, int))
+        except PowerInferError as error:
+            print(error)
+        print(e.stats()["kv_bytes"], e.generate("hi", max_tokens=1).finish_reason)
+    """)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60, text=True).stdout
+    assert "a call while a step of this thread runs" in out
+    assert out.splitlines()[-1].startswith("0 ")
+
+
+def test_a_forked_engine_says_so():
+    code = textwrap.dedent("""
+        import os
+        from powerinfer_rs import DeviceError, Engine
+        e = Engine(threads=2)
+        e.logits([1, 2])
+        pid = os.fork()
+        if pid == 0:
+            try:
+                e.logits([1, 2])
+            except DeviceError as error:
+                os._exit(7 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        e.logits([1, 2])
+    """)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_tokens": None}, InvalidArgumentError),
+        ({"max_tokens": 2.5}, InvalidArgumentError),
+        ({"seed": "x"}, InvalidArgumentError),
+        ({"temperature": "hot"}, InvalidArgumentError),
+        ({"top_k": 1.5}, InvalidArgumentError),
+        ({"stop": 3}, InvalidArgumentError),
+        ({"stop": ""}, InvalidArgumentError),
+        ({"keep": -5, "overflow": "slide"}, InvalidArgumentError),
+        ({"logit_bias": [1]}, InvalidArgumentError),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_refused(demo, options, error):
+    with pytest.raises(error, match=next(iter(options))):
+        demo.generate(PROMPT, **options)
+
+
+def test_other_things_than_text_are_refused(demo):
+    for bad in (None, b"hi", 3):
+        with pytest.raises(InvalidArgumentError, match=r"text|prompt"):
+            demo.generate(bad)
+        with pytest.raises(InvalidArgumentError, match="text"):
+            demo.tokenize(bad)
+    with pytest.raises(InvalidArgumentError, match="ids"):
+        demo.logits(i for i in [1, 2])
+    with pytest.raises(InvalidArgumentError, match="n_ctx"):
+        Engine(n_ctx=10**20)
+
+
+def test_no_limit_ends_at_a_full_context():
+    completion = Engine(n_ctx=24).generate(PROMPT, max_tokens=-1, temperature=0, ignore_eos=True)
+    assert completion.finish_reason == "length"
+    # The last token is there, though nothing can follow it.
+    assert len(completion.tokens) == 20

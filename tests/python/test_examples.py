@@ -36,11 +36,11 @@ def test_readme_commands():
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("powerinfer ")]
     ran = 0
     for command in commands:
-        if not any(word.endswith(".gguf") for word in command):
+        if not any(word.endswith(".gguf") and not (ROOT / word).exists() for word in command):
             out = run_cli(*command[1:])
             assert out.returncode == 0, (command, out.stderr)
             ran += 1
-    assert ran >= 3
+    assert ran >= 5
 
 
 def test_readme_names_every_room():

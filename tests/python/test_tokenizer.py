@@ -118,6 +118,25 @@ def test_unknown_kinds_are_refused(vocab):
         Tokenizer({**metadata, "tokenizer.ggml.tokens": []})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("token_type", 3), ("scores", ["a"]), ("tokens", [1, 2]), ("pre", ["gpt-2"]), ("merges", [1]), ("tokens", "abc")],
+)
+def test_keys_of_the_wrong_type_are_refused(vocab, name, value):
+    for base in ("llama-spm", "gpt-2"):
+        metadata = _engine.inspect(vocab(base))["metadata"]
+        if f"tokenizer.ggml.{name}" in metadata and not (name == "pre" and base == "llama-spm"):
+            with pytest.raises(UnsupportedModelError, match=name):
+                Tokenizer({**metadata, f"tokenizer.ggml.{name}": value})
+
+
+def test_a_byte_token_of_another_form_is_text(vocab):
+    metadata = dict(_engine.inspect(vocab("llama-spm"))["metadata"])
+    tokens = list(metadata["tokenizer.ggml.tokens"])
+    tokens[3] = "<0xZZ>"
+    assert Tokenizer({**metadata, "tokenizer.ggml.tokens": tokens}).decode([3]) == "<0xZZ>"
+
+
 def test_broken_keys_do_no_harm(vocab):
     metadata = _engine.inspect(vocab("llama-spm"))["metadata"]
     for change in (

@@ -24,6 +24,8 @@ const NEURONS_AHEAD: usize = 3;
 const CHUNK_BYTES: usize = 16 << 10;
 /// The least values worth a chunk of element-wise work.
 const CHUNK_VALUES: usize = 4096;
+/// The most chunks that attention is cut into.
+const MAX_CHUNKS: usize = 1 << 16;
 /// Columns of a row that are decoded at a time.
 const COLUMN_TILE: usize = 256;
 
@@ -77,7 +79,8 @@ impl<'a> Cpu<'a> {
     }
 }
 
-/// The dot products of rows `first..first + n` (of `list`, or of the matrix) with every token.
+/// The dot products of `rows` (numbers in `list`, or of the matrix) with every token, with `linear`'s bias, into columns
+/// `rows` of `out`, whose rows are `width` long.
 fn dot_rows(
     kernels: &Kernels,
     linear: &Linear,
@@ -216,8 +219,10 @@ impl Backend for Cpu<'_> {
         let w = &linear.weight;
         let (width, n_active) = (w.n_cols(), neurons.list.len());
         out.resize(n_tokens * width, 0.0);
-        let n_read = (0..n_active).filter(|i| (0..n_tokens).any(|t| h[t * n_active + i] != 0.0)).count();
-        self.bytes_read += (n_read * w.row_bytes()) as u64;
+        // Only the rows that some token needs are read, or asked for.
+        let needed: Vec<usize> =
+            (0..n_active).filter(|i| (0..n_tokens).any(|t| h[t * n_active + i] != 0.0)).collect();
+        self.bytes_read += (needed.len() * w.row_bytes()) as u64;
         // A column's sum runs over the neurons in order wherever the columns are cut.
         let tile = COLUMN_TILE.max(w.dtype().block_len());
         let columns = width.div_ceil(self.team.n_threads() * if n_tokens > 1 { 4 } else { 1 });
@@ -236,17 +241,16 @@ impl Backend for Cpu<'_> {
                 }
             }
             let mut decoded = vec![0.0; if n_tokens > 1 { end - start } else { 0 }];
-            for (i, neuron) in neurons.list.iter().enumerate() {
-                let row = &w.row(*neuron as usize)[bytes.clone()];
-                if let Some(next) = neurons.list.get(i + NEURONS_AHEAD) {
-                    fetch(&w.row(*next as usize)[bytes.clone()]);
+            let row_of = |i: usize| &w.row(neurons.list[i] as usize)[bytes.clone()];
+            for (n, &i) in needed.iter().enumerate() {
+                let row = row_of(i);
+                if let Some(next) = needed.get(n + NEURONS_AHEAD) {
+                    fetch(row_of(*next));
                 }
                 // SAFETY: the table is this processor's.
                 unsafe {
                     if n_tokens == 1 {
-                        if h[i] != 0.0 {
-                            (kernels.axpy)(dtype, h[i], row, of(0));
-                        }
+                        (kernels.axpy)(dtype, h[i], row, of(0));
                     } else {
                         (kernels.decode)(dtype, row, &mut decoded);
                         for t in 0..n_tokens {
@@ -420,12 +424,16 @@ impl Backend for Cpu<'_> {
         out.resize(q.len(), 0.0);
         let out = Parts::new(out);
         let group_width = group * shape.head_dim;
-        self.team.run(places.len() * shape.n_kv_heads, &|c| {
-            let (t, head) = (c / shape.n_kv_heads, c % shape.n_kv_heads);
-            let at = t * width + head * group_width;
-            // SAFETY: each token and group of heads has its own values.
-            let out = unsafe { out.part(at, group_width) };
-            attend_group(self.kernels, shape, layer, head, &q[at..][..group_width], &places[t], out);
+        let n = places.len() * shape.n_kv_heads;
+        let size = n.div_ceil(MAX_CHUNKS);
+        self.team.run(n.div_ceil(size), &|chunk| {
+            for c in chunk * size..((chunk + 1) * size).min(n) {
+                let (t, head) = (c / shape.n_kv_heads, c % shape.n_kv_heads);
+                let at = t * width + head * group_width;
+                // SAFETY: each token and group of heads has its own values.
+                let out = unsafe { out.part(at, group_width) };
+                attend_group(self.kernels, shape, layer, head, &q[at..][..group_width], &places[t], out);
+            }
         });
     }
 

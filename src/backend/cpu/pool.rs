@@ -5,9 +5,11 @@
 //! operation is cut into numbered chunks which leader and helpers claim one by one. What a chunk computes must not
 //! depend on who computes it; then results don't depend on the number of threads.
 
+use std::any::Any;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::{Error, Result};
 
@@ -17,6 +19,8 @@ const SPINS: u32 = 4096;
 pub struct Pool {
     helpers: Option<rayon::ThreadPool>,
     n_threads: usize,
+    /// Where the helpers live: a forked process has none.
+    process: u32,
 }
 
 impl Pool {
@@ -35,11 +39,20 @@ impl Pool {
                 .map_err(|e| Error::Device { device: "cpu".to_owned(), reason: e.to_string() })?;
             Some(pool)
         };
-        Ok(Self { helpers, n_threads })
+        Ok(Self { helpers, n_threads, process: std::process::id() })
     }
 
     pub fn n_threads(&self) -> usize {
         self.n_threads
+    }
+
+    /// Fails in a process that was forked from the one that made the pool: it would wait for helpers for ever.
+    pub fn check_process(&self) -> Result<()> {
+        if self.helpers.is_some() && std::process::id() != self.process {
+            let reason = "the engine was made before this process was forked; make one here".to_owned();
+            return Err(Error::Device { device: "cpu".to_owned(), reason });
+        }
+        Ok(())
     }
 
     /// Runs `body` on this thread with the helpers at its side.
@@ -49,7 +62,7 @@ impl Pool {
             job: UnsafeCell::new(None),
             ticket: AtomicU64::new(0),
             done: AtomicUsize::new(0),
-            panicked: AtomicBool::new(false),
+            panic: Mutex::new(None),
             over: AtomicBool::new(false),
         };
         let Some(helpers) = &self.helpers else { return body(&team) };
@@ -83,7 +96,7 @@ pub struct Team {
     ticket: AtomicU64,
     /// Chunks of the current operation that are finished.
     done: AtomicUsize,
-    panicked: AtomicBool,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
     over: AtomicBool,
 }
 
@@ -101,7 +114,7 @@ impl Team {
     }
 
     /// Calls `f` with every number below `n_chunks`, on all threads, and returns when all calls have returned.
-    /// Leader only; not to be nested. Panics with the message of a chunk that panicked.
+    /// Leader only; not to be nested. Panics where a chunk did, with its payload.
     pub fn run(&self, n_chunks: usize, f: &(dyn Fn(usize) + Sync)) {
         if self.n_threads == 1 || n_chunks <= 1 {
             (0..n_chunks).for_each(f);
@@ -121,8 +134,8 @@ impl Team {
         while self.done.load(Ordering::Acquire) < n_chunks {
             wait(&mut spins);
         }
-        if self.panicked.swap(false, Ordering::Relaxed) {
-            resume_unwind(Box::new("a worker thread panicked"));
+        if let Some(payload) = self.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            resume_unwind(payload);
         }
     }
 
@@ -142,8 +155,8 @@ impl Team {
         };
         // SAFETY: a chunk is claimed, so the job was announced and stays until that chunk is done.
         let job = unsafe { (*self.job.get()).expect("an announced job") };
-        if catch_unwind(AssertUnwindSafe(|| job(chunk))).is_err() {
-            self.panicked.store(true, Ordering::Relaxed);
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(chunk))) {
+            *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(payload);
         }
         self.done.fetch_add(1, Ordering::Release);
         true

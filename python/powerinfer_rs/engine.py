@@ -483,7 +483,8 @@ class Engine:
             `device`, `instruction_set`, `threads`, `sparsity`, `sparse_threshold`, `activation`, `kv_type`, `n_ctx`,
             `architecture`, `path`; `tokens` run so far; `bytes_read`: bytes of weights read for them; `density`: for
             each layer the share of FFN neurons selected for the average token; `active`: the share that
-            contributed; `weight_bytes` mapped and `converted_bytes` beside them; `kv_bytes` in use; `kv_bytes_per_token`.
+            contributed; `weight_bytes` mapped, `converted_bytes` of weights beside them; `kv_bytes` in use;
+            `kv_bytes_per_token`.
         """
         return {**self._engine.info(), **self._engine.stats()}
 

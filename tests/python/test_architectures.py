@@ -15,7 +15,7 @@ TOKENS = [3, 17, 39, 0, 8, 8, 21]
 
 
 def write(
-    path, arch, *, head_dim=16, keys=None, biases=False, qk_norm=False, tied=False, factors=None, fused=False, extra=()
+    path, arch, *, head_dim=16, keys=(), biases=False, qk_norm=False, tied=False, factors=None, fused=False, extra=()
 ):
     """Write a random F32 model; returns its tensors by name, as (out, in)."""
     rng = np.random.default_rng(4)

@@ -79,7 +79,7 @@ class Engine:
         if sparse_threshold is not None:
             check_number("sparse_threshold", sparse_threshold)
         for name, text in (("sparsity", sparsity), ("activation", activation), ("kv_type", kv_type)):
-            if text is not None and not isinstance(text, str):
+            if not isinstance(text, str) and (text is not None or name != "activation"):
                 raise InvalidArgumentError(f"{name}: got {text!r}, expected a name")
         self._seed = seed
         self._engine = _engine.Engine(

@@ -111,6 +111,8 @@ class Sampler:
             SamplingError: A logit is NaN or plus infinity, or all are minus infinity.
         """
         p = self.params
+        if logits.ndim != 1 or not len(logits):
+            raise SamplingError(f"logits: got shape {logits.shape}, expected (n_vocab,)")
         logits = self._adjusted(logits, recent)
         best = logits.max()
         if not np.isfinite(best):

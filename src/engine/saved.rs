@@ -72,8 +72,13 @@ pub fn restore(
     n_vocab: usize,
     path: &Path,
 ) -> Result<Sequence<Vec<u8>>> {
+    // Before it is opened: opening a pipe would wait for its other end.
+    let meta = std::fs::metadata(path).map_err(Error::io(path))?;
+    if !meta.is_file() {
+        return Err(Error::format(path, "file", "not a regular file", "a saved sequence"));
+    }
+    let size = meta.len();
     let mut file = File::open(path).map_err(Error::io(path))?;
-    let size = file.metadata().map_err(Error::io(path))?.len();
     let mut sum = crc32fast::Hasher::new();
     let mut take = |n: usize| -> Result<Vec<u8>> {
         let mut bytes = vec![0; n];

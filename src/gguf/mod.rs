@@ -40,11 +40,12 @@ impl Part {
     }
 
     fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(Error::io(path))?;
-        let meta = file.metadata().map_err(Error::io(path))?;
+        // Before it is opened: opening a pipe would wait for its other end.
+        let meta = std::fs::metadata(path).map_err(Error::io(path))?;
         if !meta.is_file() {
             return Err(Error::format(path, "file", "not a regular file", "a GGUF file"));
         }
+        let file = File::open(path).map_err(Error::io(path))?;
         if meta.len() == 0 {
             return Err(Error::format(path, "file", "0 bytes", "a GGUF file"));
         }

@@ -215,6 +215,8 @@ def test_a_threshold_of_the_callers(tiny):
         ({"n_ctx": -5}, InvalidArgumentError),
         ({"sparsity": "some"}, InvalidArgumentError),
         ({"kv_type": "f8"}, InvalidArgumentError),
+        ({"kv_type": None}, InvalidArgumentError),
+        ({"threads": True}, InvalidArgumentError),
         ({"device": "tpu"}, InvalidArgumentError),
         ({"device": "cuda"}, DeviceError),
         ({"vram_budget": -1}, InvalidArgumentError),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES
@@ -180,6 +182,9 @@ def test_missing_and_wrong_files(tmp_path):
     assert "no such.gguf" in str(caught.value)
     with pytest.raises(PowerInferError, match="not a regular file"):
         Engine(tmp_path)
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelFormatError, match="pipe.gguf.*not a regular file"):
+        Engine(tmp_path / "pipe.gguf")
     (tmp_path / "empty.gguf").write_bytes(b"")
     with pytest.raises(ModelFormatError, match="empty.gguf.*0 bytes"):
         Engine(tmp_path / "empty.gguf")

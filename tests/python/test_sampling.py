@@ -92,6 +92,9 @@ def test_broken_logits_are_an_error():
         for temperature in (0.0, 1.0):
             with pytest.raises(SamplingError, match="logits"):
                 Sampler(SamplingParams(temperature=temperature)).sample(np.array(bad, np.float32))
+    for shape in ((0,), (2, 3)):
+        with pytest.raises(SamplingError, match="shape"):
+            Sampler(SamplingParams()).sample(np.zeros(shape, np.float32))
     one = Sampler(SamplingParams(**ALL), seed=0)
     assert one.sample(np.array([-np.inf, 0.0], np.float32)) == 1
 

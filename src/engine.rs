@@ -37,6 +37,8 @@ pub struct EngineOptions {
     pub activation: Option<Activation>,
     /// F16 (None), Q8_0 or F32.
     pub kv_type: Option<DType>,
+    /// None: where memory allows. See [`Options::interleave`].
+    pub interleave: Option<bool>,
 }
 
 /// Names a sequence of one engine.
@@ -76,6 +78,7 @@ pub struct Info {
     pub kv_bytes_per_token: usize,
     /// Memory that weights take beside the mapped file.
     pub converted_bytes: usize,
+    pub is_interleaved: bool,
 }
 
 pub struct Engine {
@@ -102,8 +105,12 @@ impl Engine {
     pub fn new(gguf: Gguf, options: &EngineOptions, progress: &mut Progress) -> Result<Self> {
         let kernels = kernels::select()?;
         let pool = Pool::new(options.threads.unwrap_or_else(default_threads))?;
-        let model_options = Options { activation: options.activation, sparsity: options.sparsity };
-        let model = Model::load(&gguf, &model_options, &pool, progress)?;
+        let model_options = Options {
+            activation: options.activation,
+            sparsity: options.sparsity,
+            interleave: options.interleave,
+        };
+        let model = Model::load(&gguf, &model_options, kernels, &pool, progress)?;
         let c = &model.config;
         let n_ctx = n_ctx(options.n_ctx, &model)?;
         let threshold = options.sparse_threshold.unwrap_or(c.sparse_threshold);
@@ -156,6 +163,7 @@ impl Engine {
             threads: self.pool.n_threads(),
             kv_type: self.kv.dtype,
             converted_bytes: self.model.converted_bytes,
+            is_interleaved: self.model.is_interleaved,
             kv_bytes_per_token: self.kv.block_bytes(FULL_BLOCKS) / KV_BLOCK,
         }
     }

@@ -58,6 +58,7 @@ class Info(TypedDict):
     path: PathLike[str]
     weight_bytes: int
     converted_bytes: int
+    interleaved: bool
     architecture: str
     n_vocab: int
     n_ctx: int
@@ -107,6 +108,7 @@ class Engine:
         sparse_threshold: float | None = None,
         activation: str | None = None,
         kv_type: str = "f16",
+        interleave: bool | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> Engine:
         """Load a model; `progress` is called with layers done and layers in all."""

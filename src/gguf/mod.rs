@@ -52,7 +52,7 @@ impl Part {
         // SAFETY: the map is read only. Another process that truncates the file while it is mapped can fault this
         // one, as with every mapped file; the README says so.
         let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
-        Self::parse(Source::Mapped(map), path)
+        Self::parse(Source::File(map), path)
     }
 }
 

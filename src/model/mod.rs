@@ -1,12 +1,14 @@
 //! A model: its numbers, its weights, its one forward pass, and the sequences it continues.
 //!
-//! `arch` is the table of architectures, `config` reads keys, `weights` binds tensors, `rope` and `kv_cache` are what
+//! `arch` is the table of architectures, `config` reads keys, `weights` binds tensors, `layout` says how they
+//! lie in memory, `rope` and `kv_cache` are what
 //! they say, `forward` is the pass. Uses every room below it: `gguf`, `quant`, `backend`, `sparse`.
 
 pub mod arch;
 pub mod config;
 pub mod forward;
 pub mod kv_cache;
+mod layout;
 mod rope;
 mod weights;
 
@@ -29,6 +31,9 @@ pub struct Options {
     pub activation: Option<Activation>,
     /// None: by the file.
     pub sparsity: Option<Sparsity>,
+    /// Whether rows are put side by side, in memory of their own; none: where that takes no more than half of what is
+    /// free.
+    pub interleave: Option<bool>,
 }
 
 pub struct Model {
@@ -46,6 +51,8 @@ pub struct Model {
     pub has_predictors: bool,
     /// Memory that weights take beside the mapped file.
     pub converted_bytes: usize,
+    /// Whether matrices that are read in full have their rows side by side.
+    pub is_interleaved: bool,
 }
 
 pub struct Layer {

@@ -1,12 +1,12 @@
 //! Binds a file's tensors to their places in a model: every name and shape is checked here, once.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::backend::cpu::pool::{Parts, Pool};
+use crate::backend::cpu::kernels::Kernels;
+use crate::backend::cpu::pool::Pool;
 use crate::backend::{Activation, Linear, Norm, NormKind};
 use crate::gguf::{Gguf, Magic};
-use crate::quant::{Bytes, DType, Matrix, encode_q8_0};
+use crate::quant::{DType, Matrix};
 use crate::sparse::Sparsity;
 use crate::sparse::ffn::{Down, Ffn};
 use crate::sparse::predictor::Predictor;
@@ -141,9 +141,15 @@ impl Binder<'_> {
 }
 
 impl Model {
-    /// Binds the tensors of `gguf`. Reads only the small ones, except for down projections that a sparse mode wants
-    /// turned; `pool` does that. `progress` is told of layers done and all, and says whether to go on.
-    pub fn load(gguf: &Gguf, options: &Options, pool: &Pool, progress: &mut Progress) -> Result<Self> {
+    /// Binds the tensors of `gguf`, and lays them out as the mode and the kernels want them; `pool` does that.
+    /// `progress` is told of layers done and all, and says whether to go on.
+    pub fn load(
+        gguf: &Gguf,
+        options: &Options,
+        kernels: &Kernels,
+        pool: &Pool,
+        progress: &mut Progress,
+    ) -> Result<Self> {
         let keys = Keys::new(gguf)?;
         let mut binder = Binder { gguf, bound: HashSet::new() };
         let n_vocab = gguf.tensor("token_embd.weight").map_or(1, |t| t.dims[1..].iter().product());
@@ -192,24 +198,7 @@ impl Model {
         };
         let output = Linear { weight: output, bias: binder.vector("output.bias", c.n_vocab)? };
         binder.refuse_unknown()?;
-        let converted = AtomicUsize::new(0);
-        for start in (0..layers.len()).step_by(pool.n_threads()) {
-            let end = layers.len().min(start + pool.n_threads());
-            if sparsity != Sparsity::Dense {
-                let parts = Parts::new(&mut layers[start..end]);
-                pool.enter(|team| {
-                    team.run(end - start, &|i| {
-                        // SAFETY: each chunk has a layer of its own.
-                        let layer = unsafe { parts.part(i, 1) };
-                        converted.fetch_add(turn_down(&mut layer[0].ffn), Ordering::Relaxed);
-                    });
-                });
-            }
-            if progress(end, layers.len()).is_break() {
-                return Err(Error::Interrupted);
-            }
-        }
-        Ok(Self {
+        let mut model = Self {
             config,
             token_embd,
             positions,
@@ -219,8 +208,11 @@ impl Model {
             activation,
             sparsity,
             has_predictors,
-            converted_bytes: converted.into_inner(),
-        })
+            converted_bytes: 0,
+            is_interleaved: false,
+        };
+        model.lay_out(options, kernels, pool, progress)?;
+        Ok(model)
     }
 }
 
@@ -286,59 +278,4 @@ fn sparsity(
         }
         Some(mode) => Ok(mode),
     }
-}
-
-/// Turns a down projection that has an output a row into one that has a neuron a row. Float types stay what they are;
-/// quantised ones, whose blocks run along the other side, become Q8_0, whose error is far below theirs. Returns the bytes
-/// of memory that the new matrix takes.
-fn turn_down(ffn: &mut Ffn) -> usize {
-    let Down::Outputs(linear) = &ffn.down else { return 0 };
-    let w = &linear.weight;
-    let (n_embd, n_ff) = (w.n_rows(), w.n_cols());
-    let dtype = match w.dtype() {
-        float @ (DType::F32 | DType::F16 | DType::BF16) => float,
-        _ if n_embd.is_multiple_of(DType::Q8_0.block_len()) => DType::Q8_0,
-        _ => DType::F32,
-    };
-    let mut bytes = vec![0u8; n_ff * dtype.row_bytes(n_embd)];
-    if !w.dtype().is_quantized() {
-        let size = dtype.block_bytes();
-        for (i, row) in w.bytes().chunks_exact(n_ff * size).enumerate() {
-            for (j, value) in row.chunks_exact(size).enumerate() {
-                bytes[(j * n_embd + i) * size..][..size].copy_from_slice(value);
-            }
-        }
-    } else {
-        // A band of neurons at a time: of each row only the blocks that hold them are decoded.
-        let band = w.dtype().block_len();
-        let mut decoded = vec![0.0f32; band];
-        let mut values = vec![0.0f32; band * n_embd]; // (band, n_embd)
-        for start in (0..n_ff).step_by(band) {
-            let at = w.dtype().row_bytes(start);
-            for i in 0..n_embd {
-                crate::quant::decode(w.dtype(), &w.row(i)[at..][..w.dtype().block_bytes()], &mut decoded);
-                for (j, v) in decoded.iter().enumerate() {
-                    values[j * n_embd + i] = *v;
-                }
-            }
-            let row_bytes = dtype.row_bytes(n_embd);
-            for (row, values) in
-                bytes[start * row_bytes..].chunks_exact_mut(row_bytes).zip(values.chunks_exact(n_embd))
-            {
-                match dtype {
-                    DType::Q8_0 => encode_q8_0(values, row),
-                    _ => row
-                        .as_chunks_mut::<4>()
-                        .0
-                        .iter_mut()
-                        .zip(values)
-                        .for_each(|(b, v)| *b = v.to_le_bytes()),
-                }
-            }
-        }
-    }
-    let n_bytes = bytes.len();
-    let weight = Matrix::new(dtype, n_ff, n_embd, Bytes::owned(bytes));
-    ffn.down = Down::Neurons(Linear { weight, bias: linear.bias.clone() });
-    n_bytes
 }

@@ -80,7 +80,7 @@ fn parse_kv_type(name: &str) -> Result<DType> {
 #[pymethods]
 impl Engine {
     #[new]
-    #[pyo3(signature = (path, *, threads=None, n_ctx=None, sparsity="auto", sparse_threshold=None, activation=None, kv_type="f16", progress=None))]
+    #[pyo3(signature = (path, *, threads=None, n_ctx=None, sparsity="auto", sparse_threshold=None, activation=None, kv_type="f16", interleave=None, progress=None))]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -90,6 +90,7 @@ impl Engine {
         sparse_threshold: Option<f32>,
         activation: Option<&str>,
         kv_type: &str,
+        interleave: Option<bool>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let mut stopped = None;
@@ -101,6 +102,7 @@ impl Engine {
                 sparse_threshold,
                 activation: activation.map(Activation::parse).transpose()?,
                 kv_type: Some(parse_kv_type(kv_type)?),
+                interleave,
             };
             engine::Engine::open(&path, &options, &mut |done, all| {
                 stopped = Python::attach(|py| {
@@ -133,6 +135,7 @@ impl Engine {
         out.set_item("path", self.gguf.path())?;
         out.set_item("weight_bytes", self.gguf.n_bytes())?;
         out.set_item("converted_bytes", i.converted_bytes)?;
+        out.set_item("interleaved", i.is_interleaved)?;
         out.set_item("architecture", i.architecture)?;
         out.set_item("n_vocab", i.n_vocab)?;
         out.set_item("n_ctx", i.n_ctx)?;

@@ -10,6 +10,7 @@ impl Block for Q2K {
     const LEN: usize = 256;
     const BYTES: usize = 84;
     const HAS_MIN: bool = true;
+    const SHARE: usize = 16;
 
     #[inline(always)]
     fn unpack(block: &[u8], out: &mut Groups) {
@@ -29,6 +30,7 @@ impl Block for Q3K {
     const LEN: usize = 256;
     const BYTES: usize = 110;
     const HAS_MIN: bool = false;
+    const SHARE: usize = 16;
 
     #[inline(always)]
     fn unpack(block: &[u8], out: &mut Groups) {
@@ -91,6 +93,7 @@ impl Block for Q6K {
     const LEN: usize = 256;
     const BYTES: usize = 210;
     const HAS_MIN: bool = false;
+    const SHARE: usize = 16;
 
     #[inline(always)]
     fn unpack(block: &[u8], out: &mut Groups) {

@@ -3,22 +3,47 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use memmap2::Mmap;
+use memmap2::{Mmap, MmapMut};
 
-use super::{DType, decode};
+use super::{DType, LANES, decode, interleave, panel_bytes};
 
 /// What holds the bytes of one file or one converted matrix.
 pub enum Source {
-    Mapped(Mmap),
+    File(Mmap),
+    Pages(Mmap),
     Memory(Vec<u8>),
 }
 
 impl Source {
     pub fn as_slice(&self) -> &[u8] {
         match self {
-            Source::Mapped(map) => map,
+            Source::File(map) | Source::Pages(map) => map,
             Source::Memory(bytes) => bytes,
         }
+    }
+}
+
+/// Memory for a converted matrix, in large pages where the system gives them: a token reads all of it, and every small
+/// page would cost a look-up.
+pub struct Pages(MmapMut);
+
+impl Pages {
+    /// `n_bytes` zeros, more than none.
+    pub fn zeroed(n_bytes: usize) -> std::io::Result<Self> {
+        let map = MmapMut::map_anon(n_bytes)?;
+        #[cfg(target_os = "linux")]
+        // Only a wish: a system without large pages refuses, and nothing is lost.
+        let _ = map.advise(memmap2::Advice::HugePage);
+        Ok(Self(map))
+    }
+
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        &mut self.0
+    }
+
+    pub fn freeze(self) -> std::io::Result<Bytes> {
+        let range = 0..self.0.len();
+        Ok(Bytes::new(Arc::new(Source::Pages(self.0.make_read_only()?)), range))
     }
 }
 
@@ -45,15 +70,35 @@ impl Bytes {
         &self.source.as_slice()[self.range.clone()]
     }
 
+    /// Tells the system that a file's bytes won't be wanted for now; reading them again brings them back.
+    fn release(&self) {
+        #[cfg(target_os = "linux")]
+        if let Source::File(map) = &*self.source {
+            let dont_need = memmap2::UncheckedAdvice::DontNeed;
+            // SAFETY: the pages of a file's mapping that nobody writes to come back as they were. Failing, the pages stay.
+            let _ = unsafe { map.unchecked_advise_range(dont_need, self.range.start, self.range.len()) };
+        }
+    }
+
     fn slice(&self, range: Range<usize>) -> Self {
         Self::new(self.source.clone(), self.range.start + range.start..self.range.start + range.end)
     }
+}
+
+/// How a matrix lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// Row after row, as in a file.
+    Rows,
+    /// Panel after panel of [`LANES`] rows side by side; the last one is filled up with zeros.
+    Panels,
 }
 
 /// `n_rows` rows of `n_cols` weights, each row a whole number of blocks.
 #[derive(Clone)]
 pub struct Matrix {
     dtype: DType,
+    layout: Layout,
     n_rows: usize,
     n_cols: usize,
     bytes: Bytes,
@@ -64,7 +109,7 @@ impl Matrix {
     pub fn new(dtype: DType, n_rows: usize, n_cols: usize, bytes: Bytes) -> Self {
         assert_eq!(bytes.as_slice().len(), n_rows * dtype.row_bytes(n_cols));
         assert!(n_cols.is_multiple_of(dtype.block_len()));
-        Self { dtype, n_rows, n_cols, bytes }
+        Self { dtype, layout: Layout::Rows, n_rows, n_cols, bytes }
     }
 
     pub fn dtype(&self) -> DType {
@@ -87,7 +132,13 @@ impl Matrix {
         self.bytes.as_slice()
     }
 
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Row `i`. Panics where rows lie side by side.
     pub fn row(&self, i: usize) -> &[u8] {
+        assert_eq!(self.layout, Layout::Rows);
         let n = self.row_bytes();
         &self.bytes()[i * n..][..n]
     }
@@ -97,10 +148,39 @@ impl Matrix {
         decode(self.dtype, self.row(i), out);
     }
 
-    /// The rows `range` as a matrix over the same bytes.
+    /// Tells the system that these bytes won't be wanted for now, where they are a file's.
+    pub fn release(&self) {
+        self.bytes.release();
+    }
+
+    /// The rows `range` as a matrix over the same bytes. Panics where rows lie side by side.
     pub fn rows(&self, range: Range<usize>) -> Matrix {
+        assert_eq!(self.layout, Layout::Rows);
         let n = self.row_bytes();
         let bytes = self.bytes.slice(range.start * n..range.end * n);
-        Matrix { dtype: self.dtype, n_rows: range.len(), n_cols: self.n_cols, bytes }
+        Matrix { dtype: self.dtype, layout: Layout::Rows, n_rows: range.len(), n_cols: self.n_cols, bytes }
+    }
+
+    pub fn n_panels(&self) -> usize {
+        self.n_rows.div_ceil(LANES)
+    }
+
+    /// Bytes of a panel; none where the type's rows don't lie side by side.
+    pub fn panel_bytes(&self) -> Option<usize> {
+        panel_bytes(self.dtype, self.n_cols)
+    }
+
+    /// Writes panel `i` of these rows into `out`, [`Matrix::panel_bytes`] zeros.
+    pub fn write_panel(&self, i: usize, out: &mut [u8]) {
+        let end = self.n_rows.min((i + 1) * LANES);
+        let rows: Vec<&[u8]> = (i * LANES..end).map(|r| self.row(r)).collect();
+        interleave(self.dtype, &rows, out);
+    }
+
+    /// The same weights, their panels being `bytes`. Panics where those aren't as long as all panels.
+    pub fn with_panels(&self, bytes: Bytes) -> Matrix {
+        let n = self.panel_bytes().expect("a type that interleaves") * self.n_panels();
+        assert_eq!(bytes.as_slice().len(), n);
+        Matrix { layout: Layout::Panels, bytes, ..*self }
     }
 }

@@ -5,12 +5,14 @@
 //! that view, [`decode`] turns it into float32, and the CPU kernels take their dot products from it.
 //! This room uses nothing else of the crate.
 
+mod interleave;
 mod iq4;
 mod k_quants;
 mod q4;
 mod q5;
 mod q8_0;
 
+pub use interleave::{CHUNK, Interleaved, LANES, interleave, panel_bytes};
 pub use iq4::{Iq4Nl, Iq4Xs};
 pub use k_quants::{Q2K, Q3K, Q4K, Q5K, Q6K, k_scale_min};
 pub use q4::{Q4_0, Q4_1};
@@ -18,7 +20,7 @@ pub use q5::{Q5_0, Q5_1};
 pub use q8_0::{Q8_0, encode_q8_0};
 
 mod matrix;
-pub use matrix::{Bytes, Matrix, Source};
+pub use matrix::{Bytes, Layout, Matrix, Pages, Source};
 
 /// Weights that share one scale in [`Groups`].
 pub const GROUP: usize = 16;
@@ -58,6 +60,8 @@ pub trait Block {
     const BYTES: usize;
     /// Whether groups have an offset; where they don't, `Groups::min` stays as it was.
     const HAS_MIN: bool;
+    /// Weights that share a scale and an offset: 16 or 32.
+    const SHARE: usize = 32;
 
     /// Fills the first `LEN` weights and `LEN / 16` groups of `out` from one block of `BYTES` bytes.
     fn unpack(block: &[u8], out: &mut Groups);

@@ -1,8 +1,8 @@
 //! Every instruction set against the scalar kernels, for every type and many shapes.
 
 use powerinfer_rs::backend::cpu::kernels::{Kernels, Rows, available};
-use powerinfer_rs::backend::cpu::operand::{Operand, Quantized};
-use powerinfer_rs::quant::{DType, decode};
+use powerinfer_rs::backend::cpu::operand::{Operand, Packed, Quantized, TOKEN_TILE, WeightTile};
+use powerinfer_rs::quant::{DType, LANES, decode, interleave, panel_bytes};
 
 use crate::common::{Random, random_row};
 
@@ -26,16 +26,20 @@ impl Case {
         Self { dtype, rows, x, n_cols, n_tokens }
     }
 
-    fn run(&self, kernels: &Kernels) -> Vec<f32> {
+    fn quantized(&self, kernels: &Kernels) -> Quantized {
         let mut quantized = Quantized::default();
         quantized.resize(self.n_tokens, self.n_cols);
-        {
-            let parts = quantized.parts();
-            for (t, x) in self.x.chunks_exact(self.n_cols).enumerate() {
-                // SAFETY: `available` hands out tables of this processor; each row is taken once.
-                unsafe { (kernels.quantize)(x, &mut parts.row(t)) };
-            }
+        let parts = quantized.parts();
+        for (t, x) in self.x.chunks_exact(self.n_cols).enumerate() {
+            // SAFETY: `available` hands out tables of this processor; each row is taken once.
+            unsafe { (kernels.quantize)(x, &mut parts.row(t)) };
         }
+        drop(parts);
+        quantized
+    }
+
+    fn run(&self, kernels: &Kernels) -> Vec<f32> {
+        let quantized = self.quantized(kernels);
         let operand = Operand {
             n_cols: self.n_cols,
             first: 0,
@@ -49,6 +53,58 @@ impl Case {
         // SAFETY: whole rows, an output for each row and token, a table of this processor.
         unsafe { (kernels.dot[self.dtype as usize])(rows, &operand, out.as_mut_ptr(), self.rows.len()) };
         out
+    }
+
+    /// The rows side by side, at most sixteen; none where the type's rows stay rows.
+    fn panel(&self) -> Option<Vec<u8>> {
+        let rows: Vec<&[u8]> = self.rows.iter().map(|r| &r[..]).collect();
+        let mut panel = vec![0; panel_bytes(self.dtype, self.n_cols)?];
+        interleave(self.dtype, &rows, &mut panel);
+        Some(panel)
+    }
+
+    /// As `run`, from rows side by side.
+    fn run_panel(&self, kernels: &Kernels) -> Option<Vec<f32>> {
+        let (panel, panels) = (self.panel()?, kernels.panels[self.dtype as usize]?);
+        let quantized = self.quantized(kernels);
+        let operand = Operand {
+            n_cols: self.n_cols,
+            first: 0,
+            n_tokens: self.n_tokens,
+            values: &self.x,
+            quantized: Some(&quantized),
+        };
+        let n = self.rows.len();
+        let mut out = vec![f32::NAN; n * self.n_tokens];
+        // SAFETY: a whole panel, an output for each row and token, a table of this processor.
+        unsafe { (panels.dot)(panel.as_ptr(), n, &operand, out.as_mut_ptr(), n) };
+        Some(out)
+    }
+
+    /// As `run`, by the matrix-matrix kernel, from rows side by side or from rows.
+    fn run_gemm(&self, kernels: &Kernels, from_panel: bool) -> Option<Vec<f32>> {
+        let gemm = kernels.gemm.filter(|_| self.dtype.is_quantized())?;
+        let mut tile = WeightTile::default();
+        if from_panel {
+            let (panel, panels) = (self.panel()?, kernels.panels[self.dtype as usize]?);
+            // SAFETY: a whole panel, a table of this processor.
+            unsafe { (panels.unpack)(panel.as_ptr(), self.n_cols, &mut tile) };
+        } else {
+            let rows: Vec<&[u8]> = self.rows.iter().map(|r| &r[..]).collect();
+            // SAFETY: a table of this processor.
+            unsafe { (kernels.unpack_rows)(self.dtype, &rows, self.n_cols, &mut tile) };
+        }
+        let mut packed = Packed::default();
+        packed.resize(self.n_tokens, self.n_cols);
+        packed.fill(&self.quantized(kernels), |n, f| (0..n).for_each(f));
+        let n = self.rows.len();
+        let mut out = vec![f32::NAN; n * self.n_tokens];
+        for i in 0..packed.n_tiles() {
+            let x = packed.tile(i);
+            // SAFETY: an output for each row and token, a table of this processor.
+            unsafe { gemm(&tile, n, &x, out[x.first * n..].as_mut_ptr(), n) };
+        }
+        Some(out)
     }
 
     /// In float64, with weights decoded: what the kernels mean.
@@ -109,6 +165,29 @@ fn a_tile_does_not_change_its_parts() {
             }
         }
     }
+}
+
+/// However rows lie, and however many tokens there are, the same sums: a token's logits don't depend on its company.
+#[test]
+fn every_layout_gives_the_same_bits() {
+    for dtype in types().filter(|t| t.is_quantized()) {
+        for (n_rows, n_tokens, blocks) in [(1, 1, 1), (16, 1, 3), (5, 2, 2), (16, 3, 5), (13, 7, 4), (16, 40, 9)] {
+            let case = Case::new(dtype, blocks * dtype.block_len(), n_rows, n_tokens, blocks as u64);
+            for kernels in available() {
+                let want: Vec<u32> = case.run(kernels).iter().map(|v| v.to_bits()).collect();
+                let others = [
+                    ("panel", case.run_panel(kernels)),
+                    ("gemm of a panel", case.run_gemm(kernels, true)),
+                    ("gemm of rows", case.run_gemm(kernels, false)),
+                ];
+                for (what, got) in others {
+                    let got = got.map(|got| got.iter().map(|v| v.to_bits()).collect::<Vec<_>>());
+                    assert!(got.is_none_or(|got| got == want), "{} {dtype:?} {what}, {n_tokens}", kernels.name);
+                }
+            }
+        }
+    }
+    const { assert!(TOKEN_TILE < 40 && LANES == 16) };
 }
 
 #[test]

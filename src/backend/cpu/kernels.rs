@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use crate::quant::DType;
 use crate::{Error, Result};
 
-use super::operand::{Operand, QRowMut};
+use super::operand::{Operand, PackedTile, QRowMut, WeightTile};
 
 /// Dot products of weight rows with every token of an operand: `out[t * stride + r] = rows[r] · x[t]`.
 /// The result for one row and token doesn't depend on the others in the call.
@@ -23,6 +23,33 @@ pub struct Rows<'a> {
     pub next: &'a [*const u8],
 }
 
+/// What an instruction set does with rows of blocks beyond [`Dot`]: the same sums, to the bit, from other layouts.
+#[derive(Clone, Copy)]
+pub struct Panels {
+    /// Dot products of a panel's rows with every token; `n` is the number of rows that `out` has places for.
+    ///
+    /// # Safety
+    /// `panel` points to a whole panel of the kernel's type of `x.n_cols` weights a row; `out` has places for `n` rows of
+    /// every token; the operand is quantised; the processor has the kernel's instruction set.
+    pub dot: unsafe fn(panel: *const u8, n: usize, x: &Operand, out: *mut f32, stride: usize),
+    /// Fills a tile from a panel.
+    ///
+    /// # Safety
+    /// `panel` points to a whole panel of the kernel's type of `n_cols` weights a row; the processor has the kernel's
+    /// instruction set.
+    pub unpack: unsafe fn(panel: *const u8, n_cols: usize, tile: &mut WeightTile),
+}
+
+/// Dot products of a tile's first `n` rows with a tile of tokens, as [`Panels::dot`].
+///
+/// # Safety
+/// Both tiles have rows of one length; `out` has places for `n` rows of every token; the processor has the kernel's
+/// instruction set.
+pub type Gemm = unsafe fn(weights: &WeightTile, n: usize, x: &PackedTile, out: *mut f32, stride: usize);
+
+/// Fills a tile from rows of blocks.
+pub type UnpackRows = unsafe fn(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile);
+
 pub type LayerNorm = unsafe fn(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]);
 
 /// What an instruction set offers. The functions' safety: the processor has it. [`select`] hands out no other.
@@ -30,6 +57,11 @@ pub struct Kernels {
     pub name: &'static str,
     /// By `DType as usize`. For a quantised type the operand must be quantised.
     pub dot: [Dot; DType::ALL.len()],
+    /// By `DType as usize`: what there is for rows side by side.
+    pub panels: [Option<Panels>; DType::ALL.len()],
+    /// For many tokens, where the instruction set has it.
+    pub gemm: Option<Gemm>,
+    pub unpack_rows: UnpackRows,
     pub quantize: unsafe fn(x: &[f32], out: &mut QRowMut),
     pub axpy: unsafe fn(dtype: DType, a: f32, row: &[u8], out: &mut [f32]),
     pub axpy_f32: unsafe fn(a: f32, x: &[f32], out: &mut [f32]),
@@ -41,9 +73,17 @@ pub struct Kernels {
     pub gelu: unsafe fn(x: &mut [f32]),
 }
 
-/// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance` and `along` beside it.
+/// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance` and `along` beside it, and where the
+/// set has them a `const fn(DType) -> Option<Panels>` and a [`Gemm`].
 macro_rules! table {
     ($name:literal, $dot_for:ident) => {
+        table!($name, $dot_for, no_panels, None)
+    };
+    ($name:literal, $dot_for:ident, $panels_for:ident, $gemm:expr) => {{
+        const fn no_panels(_: DType) -> Option<$crate::backend::cpu::kernels::Panels> {
+            None
+        }
+        let _ = no_panels;
         Kernels {
             name: $name,
             dot: {
@@ -55,6 +95,17 @@ macro_rules! table {
                 }
                 dot
             },
+            panels: {
+                let mut panels = [None; DType::ALL.len()];
+                let mut i = 0;
+                while i < panels.len() {
+                    panels[i] = $panels_for(DType::ALL[i]);
+                    i += 1;
+                }
+                panels
+            },
+            gemm: $gemm,
+            unpack_rows: instance::unpack_rows,
             quantize: instance::quantize,
             axpy: along::axpy,
             axpy_f32: along::axpy_f32,
@@ -65,38 +116,31 @@ macro_rules! table {
             silu: instance::silu,
             gelu: instance::gelu,
         }
-    };
+    }};
 }
 pub(super) use table;
 
-/// Cuts rows and tokens into tiles of 4 or 1 by 4 or 1 and calls
-/// `tile::<F, R, T>(rows, rows that follow, x, first token, out, stride)` for each. For the body of a [`Dot`], whose
-/// promises are the tiles' too.
+/// Cuts rows and tokens into tiles of four rows by four tokens or one, and calls
+/// `tile::<F, T>(rows, rows that follow, rows to keep, x, first token, out, stride)` for each. For the body of a [`Dot`],
+/// whose promises are the tiles' too.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! over_tiles {
     ($tile:ident::<$f:ty>($rows:expr, $x:expr, $out:expr, $stride:expr)) => {{
-        let (fours, ones) = $rows.now.as_chunks::<4>();
+        let (fours, rest) = $rows.now.as_chunks::<4>();
+        // Rows left over have the last one beside them as often as it takes, for nothing.
+        let filled: Option<[*const u8; 4]> = rest.last().map(|l| std::array::from_fn(|i| *rest.get(i).unwrap_or(l)));
         let mut t = 0;
         while t < $x.n_tokens {
             let n = if $x.n_tokens - t >= 4 { 4 } else { 1 };
-            for (i, rows) in fours.iter().enumerate() {
+            for (i, rows) in fours.iter().chain(&filled).enumerate() {
                 let next = fours.get(i + 1).or($rows.next.first_chunk::<4>()).unwrap_or(rows);
+                let keep = if i < fours.len() { 4 } else { rest.len() };
                 // SAFETY: as the caller promises; the output's places are those of these rows and tokens.
                 unsafe {
                     let out = $out.add(t * $stride + 4 * i);
                     match n {
-                        4 => $tile::<$f, 4, 4>(rows, next, $x, t, out, $stride),
-                        _ => $tile::<$f, 4, 1>(rows, next, $x, t, out, $stride),
-                    }
-                }
-            }
-            for (i, row) in ones.iter().enumerate() {
-                // SAFETY: as above.
-                unsafe {
-                    let out = $out.add(t * $stride + 4 * fours.len() + i);
-                    match n {
-                        4 => $tile::<$f, 1, 4>(&[*row], &[*row], $x, t, out, $stride),
-                        _ => $tile::<$f, 1, 1>(&[*row], &[*row], $x, t, out, $stride),
+                        4 => $tile::<$f, 4>(rows, next, keep, $x, t, out, $stride),
+                        _ => $tile::<$f, 1>(rows, next, keep, $x, t, out, $stride),
                     }
                 }
             }

@@ -2,7 +2,7 @@
 //! [`Backend`](super::Backend) made of both.
 //!
 //! `kernels` picks an instruction set; `scalar`, `avx2`, `avx512` and `neon` repeat the same names; `portable` is what
-//! plain Rust says best for all of them. `pool` shares an operation among threads, `ops` and `attention` are the verbs.
+//! plain Rust says best for all of them. `pool` shares an operation among threads; `ops`, `matmul` and `attention` are the verbs.
 
 mod attention;
 #[cfg(target_arch = "x86_64")]
@@ -11,6 +11,7 @@ mod avx2;
 mod avx512;
 pub mod bandwidth;
 pub mod kernels;
+mod matmul;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 pub mod operand;

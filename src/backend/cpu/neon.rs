@@ -32,19 +32,20 @@ unsafe fn dot_quantized<B: Block>(rows: Rows, x: &Operand, out: *mut f32, stride
 /// As [`Dot`].
 #[inline]
 #[target_feature(enable = "neon")]
-unsafe fn tile<B: Block, const R: usize, const T: usize>(
-    rows: &[*const u8; R],
-    _next: &[*const u8; R],
+unsafe fn tile<B: Block, const T: usize>(
+    rows: &[*const u8; 4],
+    _next: &[*const u8; 4],
+    keep: usize,
     x: &Operand,
     first: usize,
     out: *mut f32,
     stride: usize,
 ) {
     let x_rows: [QRow; T] = std::array::from_fn(|t| x.q_row(first + t));
-    let mut sums = [[vdupq_n_f32(0.0); T]; R];
+    let mut sums = [[vdupq_n_f32(0.0); T]; 4];
     let mut groups = Groups::new();
     for block in 0..x.n_cols / B::LEN {
-        for r in 0..R {
+        for r in 0..4 {
             // SAFETY: the block lies inside the row.
             let bytes = unsafe { std::slice::from_raw_parts(rows[r].add(block * B::BYTES), B::BYTES) };
             B::unpack(bytes, &mut groups);
@@ -63,15 +64,17 @@ unsafe fn tile<B: Block, const R: usize, const T: usize>(
                     sums[r][t] = vfmaq_n_f32(sums[r][t], vcvtq_f32_s32(products), scale);
                     if B::HAS_MIN {
                         let min = vdupq_n_f32(groups.min[g]);
-                        sums[r][t] = vfmaq_n_f32(sums[r][t], min, x_rows[t].quarter_sum[at / 16]);
+                        // A quarter in each lane: dividing by four loses nothing.
+                        let x_sum = x_rows[t].d[at / 64] * x_rows[t].sum[at / 16] as f32;
+                        sums[r][t] = vfmaq_n_f32(sums[r][t], min, 0.25 * x_sum);
                     }
                 }
             }
         }
     }
-    for r in 0..R {
+    for r in 0..keep {
         for t in 0..T {
-            // SAFETY: the output has a place for every row and token.
+            // SAFETY: the output has a place for every kept row and token.
             unsafe { *out.add(t * stride + r) = vaddvq_f32(sums[r][t]) };
         }
     }
@@ -138,20 +141,21 @@ unsafe fn dot_float<F: Floats>(rows: Rows, x: &Operand, out: *mut f32, stride: u
 /// As [`Dot`].
 #[inline]
 #[target_feature(enable = "neon")]
-unsafe fn float_tile<F: Floats, const R: usize, const T: usize>(
-    rows: &[*const u8; R],
-    _next: &[*const u8; R],
+unsafe fn float_tile<F: Floats, const T: usize>(
+    rows: &[*const u8; 4],
+    _next: &[*const u8; 4],
+    keep: usize,
     x: &Operand,
     first: usize,
     out: *mut f32,
     stride: usize,
 ) {
     let x_rows: [&[f32]; T] = std::array::from_fn(|t| x.float_row(first + t));
-    let mut sums = [[vdupq_n_f32(0.0); T]; R];
+    let mut sums = [[vdupq_n_f32(0.0); T]; 4];
     let mut at = 0;
     while at < x.n_cols {
         let n = (x.n_cols - at).min(4);
-        for r in 0..R {
+        for r in 0..4 {
             let mut weights = [0.0f32; 4];
             for (i, w) in weights[..n].iter_mut().enumerate() {
                 // SAFETY: the row's weights from `at` on.
@@ -168,9 +172,9 @@ unsafe fn float_tile<F: Floats, const R: usize, const T: usize>(
         }
         at += 4;
     }
-    for r in 0..R {
+    for r in 0..keep {
         for t in 0..T {
-            // SAFETY: the output has a place for every row and token.
+            // SAFETY: the output has a place for every kept row and token.
             unsafe { *out.add(t * stride + r) = vaddvq_f32(sums[r][t]) };
         }
     }

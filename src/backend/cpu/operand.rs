@@ -1,8 +1,11 @@
 //! The activations that a kernel multiplies weights with: float32 rows, and the same rows as 16-bit integers.
 //!
-//! Eight bits are usual and cost a tenth of a logit on a small model; sixteen cost nothing that can be measured. Held
-//! as two signed bytes each, they go through the byte instructions twice: the weights, which a kernel spends most of
-//! its time fetching and unpacking, are fetched and unpacked once.
+//! Eight bits are usual and cost a tenth of a logit on a small model; with sixteen the logits are those of float32 to a
+//! thousandth. Where there is one token, a value is two signed bytes, which go through the byte instructions one after
+//! the other: the weights, which cost more to fetch and unpack, are fetched and unpacked once. Where there are many,
+//! weights become 16-bit integers too, once for all of them ([`Packed`]).
+
+use crate::quant::{Block, LANES};
 
 use super::pool::Parts;
 
@@ -23,9 +26,8 @@ pub struct Quantized {
     pub low: Vec<i8>,
     /// (n_tokens, stride / Q_BLOCK)
     pub d: Vec<f32>,
-    /// (n_tokens, stride / Q_GROUP): a quarter of the sum of a group's values. A kernel adds it in each of the four
-    /// lanes that hold them, times the weights' offset, and dividing by four loses nothing.
-    pub quarter_sum: Vec<f32>,
+    /// (n_tokens, stride / Q_GROUP): sums of the integers, `256 * high + low`.
+    pub sum: Vec<i32>,
 }
 
 impl Quantized {
@@ -39,7 +41,7 @@ impl Quantized {
             bytes.resize(n, 0);
         }
         self.d.resize(n / Q_BLOCK, 0.0);
-        self.quarter_sum.resize(n / Q_GROUP, 0.0);
+        self.sum.resize(n / Q_GROUP, 0);
     }
 
     pub fn row(&self, token: usize) -> QRow<'_> {
@@ -48,7 +50,7 @@ impl Quantized {
             high: &self.high[token * s..][..s],
             low: &self.low[token * s..][..s],
             d: &self.d[token * s / Q_BLOCK..][..s / Q_BLOCK],
-            quarter_sum: &self.quarter_sum[token * s / Q_GROUP..][..s / Q_GROUP],
+            sum: &self.sum[token * s / Q_GROUP..][..s / Q_GROUP],
         }
     }
 
@@ -59,7 +61,7 @@ impl Quantized {
             high: Parts::new(&mut self.high),
             low: Parts::new(&mut self.low),
             d: Parts::new(&mut self.d),
-            quarter_sum: Parts::new(&mut self.quarter_sum),
+            sum: Parts::new(&mut self.sum),
         }
     }
 }
@@ -70,7 +72,7 @@ pub struct QuantizedParts<'a> {
     high: Parts<'a, i8>,
     low: Parts<'a, i8>,
     d: Parts<'a, f32>,
-    quarter_sum: Parts<'a, f32>,
+    sum: Parts<'a, i32>,
 }
 
 impl QuantizedParts<'_> {
@@ -84,7 +86,7 @@ impl QuantizedParts<'_> {
                 high: self.high.part(token * s, s),
                 low: self.low.part(token * s, s),
                 d: self.d.part(token * s / Q_BLOCK, s / Q_BLOCK),
-                quarter_sum: self.quarter_sum.part(token * s / Q_GROUP, s / Q_GROUP),
+                sum: self.sum.part(token * s / Q_GROUP, s / Q_GROUP),
             }
         }
     }
@@ -96,7 +98,7 @@ pub struct QRow<'a> {
     pub high: &'a [i8],
     pub low: &'a [i8],
     pub d: &'a [f32],
-    pub quarter_sum: &'a [f32],
+    pub sum: &'a [i32],
 }
 
 /// As [`QRow`], to be written.
@@ -104,7 +106,7 @@ pub struct QRowMut<'a> {
     pub high: &'a mut [i8],
     pub low: &'a mut [i8],
     pub d: &'a mut [f32],
-    pub quarter_sum: &'a mut [f32],
+    pub sum: &'a mut [i32],
 }
 
 /// `n_tokens` rows of `n_cols` activations, from row `first` on. Kernels for quantised weights read `quantized`,
@@ -135,5 +137,119 @@ impl<'a> Operand<'a> {
     pub fn tokens(&self, start: usize, n: usize) -> Self {
         assert!(start + n <= self.n_tokens);
         Self { first: self.first + start, n_tokens: n, ..*self }
+    }
+}
+
+/// Tokens that a matrix-matrix kernel takes at most at a time.
+pub const TOKEN_TILE: usize = 12;
+
+/// Quantised rows as a matrix-matrix kernel reads them: tokens in tiles of nearly equal size, in a tile the same two
+/// values of each token after one another.
+#[derive(Default)]
+pub struct Packed {
+    n_cols: usize,
+    n_tokens: usize,
+    /// By tile (n_cols / 2, tokens of the tile): two 16-bit values.
+    words: Vec<[i16; 2]>,
+    /// By tile (stride / Q_BLOCK, tokens of the tile).
+    d: Vec<f32>,
+    /// By tile (stride / Q_GROUP, tokens of the tile).
+    sum: Vec<i32>,
+}
+
+/// One tile of a [`Packed`].
+#[derive(Clone, Copy)]
+pub struct PackedTile<'a> {
+    pub n_cols: usize,
+    pub first: usize,
+    pub n_tokens: usize,
+    pub words: &'a [[i16; 2]],
+    pub d: &'a [f32],
+    pub sum: &'a [i32],
+}
+
+impl Packed {
+    pub fn resize(&mut self, n_tokens: usize, n_cols: usize) {
+        (self.n_cols, self.n_tokens) = (n_cols, n_tokens);
+        let stride = n_cols.next_multiple_of(Q_BLOCK);
+        self.words.resize(n_tokens * n_cols / 2, [0; 2]);
+        self.d.resize(n_tokens * stride / Q_BLOCK, 0.0);
+        self.sum.resize(n_tokens * stride / Q_GROUP, 0);
+    }
+
+    pub fn n_tiles(&self) -> usize {
+        self.n_tokens.div_ceil(TOKEN_TILE)
+    }
+
+    /// The tokens of tile `i`.
+    fn tokens(&self, i: usize) -> std::ops::Range<usize> {
+        let n = self.n_tiles();
+        i * self.n_tokens / n..(i + 1) * self.n_tokens / n
+    }
+
+    pub fn tile(&self, i: usize) -> PackedTile<'_> {
+        let tokens = self.tokens(i);
+        let stride = self.n_cols.next_multiple_of(Q_BLOCK);
+        let part = |per_token: usize| tokens.start * per_token..tokens.end * per_token;
+        PackedTile {
+            n_cols: self.n_cols,
+            first: tokens.start,
+            n_tokens: tokens.len(),
+            words: &self.words[part(self.n_cols / 2)],
+            d: &self.d[part(stride / Q_BLOCK)],
+            sum: &self.sum[part(stride / Q_GROUP)],
+        }
+    }
+
+    /// Fills every tile from `from`; `run` calls a function with all numbers below its first argument.
+    pub fn fill(&mut self, from: &Quantized, run: impl FnOnce(usize, &(dyn Fn(usize) + Sync))) {
+        let (n_cols, stride) = (self.n_cols, self.n_cols.next_multiple_of(Q_BLOCK));
+        let ranges: Vec<_> = (0..self.n_tiles()).map(|i| self.tokens(i)).collect();
+        let (words, d, sum) = (Parts::new(&mut self.words), Parts::new(&mut self.d), Parts::new(&mut self.sum));
+        run(ranges.len(), &|i| {
+            let (start, n) = (ranges[i].start, ranges[i].len());
+            // SAFETY: tiles don't overlap, and each is filled once.
+            let (words, d, sum) = unsafe {
+                (
+                    words.part(start * n_cols / 2, n * n_cols / 2),
+                    d.part(start * stride / Q_BLOCK, n * stride / Q_BLOCK),
+                    sum.part(start * stride / Q_GROUP, n * stride / Q_GROUP),
+                )
+            };
+            for t in 0..n {
+                let row = from.row(start + t);
+                let (high, low) = (row.high.as_chunks::<2>().0, row.low.as_chunks::<2>().0);
+                for ((out, h), l) in words[t..].iter_mut().step_by(n).zip(high).zip(low) {
+                    *out = std::array::from_fn(|i| 256 * h[i] as i16 + l[i] as i16);
+                }
+                d[t..].iter_mut().step_by(n).zip(row.d).for_each(|(out, d)| *out = *d);
+                sum[t..].iter_mut().step_by(n).zip(row.sum).for_each(|(out, sum)| *out = *sum);
+            }
+        });
+    }
+}
+
+/// Sixteen rows of weights as a matrix-matrix kernel reads them: signed 16-bit integers, in pairs by row.
+#[derive(Default)]
+pub struct WeightTile {
+    pub n_cols: usize,
+    /// Weights that share a scale: 16 or 32.
+    pub share: usize,
+    pub has_min: bool,
+    /// (n_cols / 2, LANES): two weights.
+    pub words: Vec<[i16; 2]>,
+    /// (n_cols / share, LANES)
+    pub scales: Vec<f32>,
+    /// (n_cols / share, LANES), where there are offsets.
+    pub mins: Vec<f32>,
+}
+
+impl WeightTile {
+    /// Makes room for rows of `n_cols` of blocks `B`.
+    pub fn reset<B: Block>(&mut self, n_cols: usize) {
+        (self.n_cols, self.share, self.has_min) = (n_cols, B::SHARE, B::HAS_MIN);
+        self.words.resize(n_cols / 2 * LANES, [0; 2]);
+        self.scales.resize(n_cols / B::SHARE * LANES, 0.0);
+        self.mins.resize(if B::HAS_MIN { n_cols / B::SHARE * LANES } else { 0 }, 0.0);
     }
 }

@@ -6,18 +6,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::backend::{
     Activation, Backend, KV_BLOCK, KvShape, Linear, Neurons, Norm, NormKind, Place, RopePairs, Rotations,
 };
-use crate::quant::Matrix;
+use crate::quant::{LANES, Matrix};
 
 use super::attention::{attend_group, encode_kv};
 use super::fetch;
-use super::kernels::{Kernels, Rows};
-use super::operand::{Operand, Quantized};
+use super::kernels::Kernels;
+use super::matmul::{GEMM_TOKENS, Matmul};
+use super::operand::{Operand, Packed, Quantized};
 use super::pool::{Parts, Team};
 
-/// Rows that a kernel sees at a time when there are several tokens: their weights stay in the second-level cache.
-const ROW_TILE: usize = 32;
-/// Rows of the next tile that memory is asked for while a kernel works on one.
-const AHEAD: usize = 4;
 /// How far ahead memory is asked for a neuron's row.
 const NEURONS_AHEAD: usize = 3;
 /// The least bytes of weights worth a chunk of their own.
@@ -34,12 +31,13 @@ pub struct Cpu<'a> {
     kernels: &'static Kernels,
     team: &'a Team,
     quantized: Quantized,
+    packed: Packed,
     bytes_read: u64,
 }
 
 impl<'a> Cpu<'a> {
     pub fn new(kernels: &'static Kernels, team: &'a Team) -> Self {
-        Self { kernels, team, quantized: Quantized::default(), bytes_read: 0 }
+        Self { kernels, team, quantized: Quantized::default(), packed: Packed::default(), bytes_read: 0 }
     }
 
     /// Calls `f` with every row number, a few to a chunk.
@@ -69,55 +67,22 @@ impl<'a> Cpu<'a> {
             unsafe { (self.kernels.quantize)(&x[t * n_cols..][..n_cols], &mut rows.row(t)) };
         });
         self.quantized = quantized;
+        if n_tokens >= GEMM_TOKENS && self.kernels.gemm.is_some() {
+            self.packed.resize(n_tokens, n_cols);
+            self.packed.fill(&self.quantized, |n, f| self.team.run(n, f));
+        }
+    }
+
+    /// What a matrix-matrix kernel reads, for so many tokens that it is worthwhile.
+    fn packed(&self, n_tokens: usize) -> Option<&Packed> {
+        (n_tokens >= GEMM_TOKENS).then_some(&self.packed)
     }
 
     /// Rows a chunk takes out of `n_rows` of `row_bytes`.
     fn rows_per_chunk(&self, n_rows: usize, row_bytes: usize, n_tokens: usize) -> usize {
         let fair = n_rows.div_ceil(4 * self.team.n_threads());
         let worthwhile = CHUNK_BYTES.div_ceil(row_bytes * n_tokens.min(4));
-        fair.max(worthwhile).next_multiple_of(4)
-    }
-}
-
-/// The dot products of `rows` (numbers in `list`, or of the matrix) with every token, with `linear`'s bias, into columns
-/// `rows` of `out`, whose rows are `width` long.
-fn dot_rows(
-    kernels: &Kernels,
-    linear: &Linear,
-    list: Option<&[u32]>,
-    rows: std::ops::Range<usize>,
-    x: &Operand,
-    out: &Parts<f32>,
-    width: usize,
-) {
-    let matrix = &linear.weight;
-    let (bytes, row_bytes) = (matrix.bytes(), matrix.row_bytes());
-    let dot = kernels.dot[matrix.dtype() as usize];
-    assert_eq!(matrix.n_cols(), x.n_cols);
-    let mut pointers = [std::ptr::null(); ROW_TILE + AHEAD];
-    let mut results = [0.0f32; ROW_TILE];
-    let mut tile = vec![0.0f32; if x.n_tokens > 1 { ROW_TILE * x.n_tokens } else { 0 }];
-    let row_of = |i: usize| list.map_or(i, |list| list[i] as usize);
-    for first in rows.clone().step_by(ROW_TILE) {
-        let n = ROW_TILE.min(rows.end - first);
-        let with_next = (n + AHEAD).min(rows.end - first);
-        for (i, p) in pointers[..with_next].iter_mut().enumerate() {
-            *p = bytes[row_of(first + i) * row_bytes..][..row_bytes].as_ptr();
-        }
-        let tile_rows = Rows { now: &pointers[..n], next: &pointers[n..with_next] };
-        let values = if x.n_tokens > 1 { &mut tile[..] } else { &mut results[..] };
-        // SAFETY: the pointers are whole rows of the matrix, `values` holds n_tokens rows of ROW_TILE, and the table
-        // is this processor's.
-        unsafe { dot(tile_rows, x, values.as_mut_ptr(), ROW_TILE) };
-        for (t, values) in values.chunks_exact_mut(ROW_TILE).enumerate() {
-            if let Some(bias) = &linear.bias {
-                for (i, v) in values[..n].iter_mut().enumerate() {
-                    *v += bias[row_of(first + i)];
-                }
-            }
-            // SAFETY: chunks have rows of their own, and so columns of the output.
-            unsafe { out.part(t * width + first, n) }.copy_from_slice(&values[..n]);
-        }
+        fair.max(worthwhile).next_multiple_of(LANES)
     }
 }
 
@@ -181,12 +146,15 @@ impl Backend for Cpu<'_> {
             i += 1;
             Parts::new(out)
         });
+        let packed = self.packed(n_tokens);
         self.team.run(n_chunks, &|c| {
             let i = starts.partition_point(|s| *s <= c) - 1;
             let n_rows = linears[i].weight.n_rows();
             let first = (c - starts[i]) * sizes[i];
-            let rows = first..(first + sizes[i]).min(n_rows);
-            dot_rows(self.kernels, linears[i], None, rows, &operand, &parts[i], n_rows);
+            let (linear, out) = (linears[i], &parts[i]);
+            let matmul =
+                Matmul { kernels: self.kernels, linear, list: None, x: operand, packed, out, width: n_rows };
+            matmul.run(first..(first + sizes[i]).min(n_rows));
         });
     }
 
@@ -201,10 +169,11 @@ impl Backend for Cpu<'_> {
         out.resize(n_tokens * n_rows, 0.0);
         let operand = Operand { n_cols, first: 0, n_tokens, values: x, quantized: Some(&self.quantized) };
         let size = self.rows_per_chunk(n_rows, w.row_bytes(), n_tokens);
-        let out = Parts::new(out);
+        let out = &Parts::new(out);
+        let (list, packed) = (Some(&neurons.list[..]), self.packed(n_tokens));
+        let matmul = Matmul { kernels: self.kernels, linear, list, x: operand, packed, out, width: n_rows };
         self.team.run(n_rows.div_ceil(size), &|c| {
-            let rows = c * size..((c + 1) * size).min(n_rows);
-            dot_rows(self.kernels, linear, Some(&neurons.list), rows, &operand, &out, n_rows);
+            matmul.run(c * size..((c + 1) * size).min(n_rows));
         });
     }
 

@@ -1,10 +1,10 @@
 //! Operations that plain Rust says best. Each instruction set compiles them for itself (`instantiate!`), so that the
 //! compiler vectorises them for it; nothing here fuses or reorders sums, so all of them give the same bits.
 
-use crate::quant::{self, Block, DType, GROUP, Groups, decode_block};
+use crate::quant::{self, Block, DType, GROUP, Groups, LANES, decode_block};
 use crate::with_block;
 
-use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut};
+use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut, WeightTile};
 
 /// Sums in sixteen lanes, in a fixed order.
 #[inline(always)]
@@ -44,7 +44,7 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
     // Adding this leaves the nearest integer in the low bits of the mantissa; the conversion then vectorises.
     const ROUND: f32 = 12_582_912.0;
     out.d.fill(0.0);
-    out.quarter_sum.fill(0.0);
+    out.sum.fill(0);
     for (b, x) in x.chunks(Q_BLOCK).enumerate() {
         let (mut lanes, mut poison) = ([0.0f32; 16], [0.0f32; 16]);
         for x in x.chunks(16) {
@@ -71,7 +71,7 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
                 *low = l as i8;
                 total += (h << 8) + l;
             }
-            out.quarter_sum[at / Q_GROUP] = 0.25 * (d * total as f32);
+            out.sum[at / Q_GROUP] = total;
         }
     }
 }
@@ -201,11 +201,42 @@ pub fn dot_block<B: Block>(row: &[u8], x: &QRow) -> f32 {
             let products: i32 = (0..GROUP).map(|i| weight(i) * activation(i)).sum();
             total += groups.scale[g] * x.d[at / Q_BLOCK] * products as f32;
             if B::HAS_MIN {
-                total += groups.min[g] * (4.0 * x.quarter_sum[at / Q_GROUP]);
+                total += groups.min[g] * (x.d[at / Q_BLOCK] * x.sum[at / Q_GROUP] as f32);
             }
         }
     }
     total
+}
+
+/// Fills `tile` from rows of blocks, at most sixteen: those it hasn't got are zeros.
+#[inline(always)]
+pub fn unpack_rows(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile) {
+    with_block!(dtype, B => unpack_blocks::<B>(rows, n_cols, tile), _ => unreachable!("only blocks are unpacked"))
+}
+
+#[inline(always)]
+fn unpack_blocks<B: Block>(rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile) {
+    tile.reset::<B>(n_cols);
+    let mut groups = Groups::new();
+    for lane in 0..LANES {
+        for b in 0..n_cols / B::LEN {
+            match rows.get(lane) {
+                Some(row) => B::unpack(&row[b * B::BYTES..][..B::BYTES], &mut groups),
+                None => groups = Groups::new(),
+            }
+            let words = &mut tile.words[b * B::LEN / 2 * LANES + lane..];
+            for (out, q) in words.iter_mut().step_by(LANES).zip(groups.q[..B::LEN].as_chunks::<2>().0) {
+                *out = q.map(i16::from);
+            }
+            for g in 0..B::LEN / B::SHARE {
+                let at = (b * (B::LEN / B::SHARE) + g) * LANES + lane;
+                tile.scales[at] = groups.scale[g * B::SHARE / GROUP];
+                if B::HAS_MIN {
+                    tile.mins[at] = groups.min[g * B::SHARE / GROUP];
+                }
+            }
+        }
+    }
 }
 
 /// Compiles operations above for an instruction set: `instantiate!(#[target_feature(enable = "avx2")])` makes a module
@@ -214,9 +245,11 @@ pub fn dot_block<B: Block>(row: &[u8], x: &QRow) -> f32 {
 macro_rules! instantiate {
     (all_but_along $(#[$feature:meta])?) => {
         mod instance {
-            use crate::backend::cpu::operand::QRowMut;
+            use crate::backend::cpu::operand::{QRowMut, WeightTile};
             use crate::backend::cpu::portable as p;
+            use crate::quant::DType;
             $crate::backend::cpu::portable::instantiate!(@each [$(#[$feature])?];
+                unpack_rows(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile);
                 quantize(x: &[f32], out: &mut QRowMut);
                 rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]);
                 layer_norm(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]);

@@ -103,17 +103,19 @@ unsafe fn each_quantized<F: Units>(row: &[u8], n: usize, mut f: impl FnMut(usize
         let state = unsafe { F::begin(block.as_ptr()) };
         for i in 0..F::BLOCK_LEN / 32 {
             // SAFETY: i counts the block's units.
-            let (q, scale, min) = unsafe { F::unit(&state, block.as_ptr(), i) };
-            let of_group = |x: __m256, high: bool| {
-                if high { _mm256_permute2f128_ps(x, x, 0x11) } else { _mm256_permute2f128_ps(x, x, 0x00) }
-            };
+            let q = unsafe { F::weights(&state, block.as_ptr(), i) };
             for part in 0..4 {
                 let half = if part >= 2 { _mm256_extracti128_si256(q, 1) } else { _mm256_castsi256_si128(q) };
                 let eight = if part % 2 == 1 { _mm_srli_si128(half, 8) } else { half };
                 let wide = if F::SIGNED { _mm256_cvtepi8_epi32(eight) } else { _mm256_cvtepu8_epi32(eight) };
-                let (scale, min) = (of_group(scale, part >= 2), of_group(min, part >= 2));
+                // SAFETY: the group is one of the block's.
+                let (scale, min) =
+                    unsafe { F::scale(&state, block.as_ptr(), (32 * i + 8 * part) / F::SHARE) };
+                let zero = F::ZERO_BITS.map_or(0.0, |bits| -((1 << bits) as f32) * scale);
+                let offset = if F::HAS_MIN { zero + min } else { zero };
                 let at = b * F::BLOCK_LEN + 32 * i + 8 * part;
-                f(at, _mm256_fmadd_ps(_mm256_cvtepi32_ps(wide), scale, min));
+                let w = _mm256_cvtepi32_ps(wide);
+                f(at, _mm256_fmadd_ps(w, _mm256_set1_ps(scale), _mm256_set1_ps(offset)));
             }
         }
     }

@@ -3,6 +3,7 @@
 //! with their zero point in the offset; signed bytes lend their sign to the activations.
 
 mod along;
+mod panels;
 
 use std::arch::x86_64::*;
 
@@ -19,7 +20,9 @@ pub fn is_available() -> bool {
 
 portable::instantiate!(all_but_along #[target_feature(enable = "avx2,fma,f16c")]);
 
-pub const KERNELS: Kernels = table!("avx2", dot_for);
+use panels::panels_for;
+
+pub const KERNELS: Kernels = table!("avx2", dot_for, panels_for, Some(panels::gemm));
 
 const fn dot_for(dtype: DType) -> Dot {
     match dtype {
@@ -41,26 +44,35 @@ const fn dot_for(dtype: DType) -> Dot {
     }
 }
 
-/// 32 weights: `w = scale * q + min`, each lane's scale and offset being those of its four weights.
-type Unit = (__m256i, __m256, __m256);
-
-/// How a format's blocks become units.
+/// How a format's blocks become units of 32 weights.
 trait Units {
     const BLOCK_LEN: usize;
     const BLOCK_BYTES: usize;
+    /// Weights that share a scale: 16 or 32, a group.
+    const SHARE: usize;
+    /// Whether groups have offsets.
+    const HAS_MIN: bool;
     /// Whether weights are signed bytes; otherwise unsigned ones of at most seven bits.
     const SIGNED: bool;
+    /// Where weights were made unsigned, two to this power was added.
+    const ZERO_BITS: Option<u32>;
     type State;
 
     /// # Safety
     /// `block` points to a whole block; the processor has the instruction set.
     unsafe fn begin(block: *const u8) -> Self::State;
 
-    /// Unit `i` of the block.
+    /// The weights of unit `i` of the block.
     ///
     /// # Safety
     /// As [`Units::begin`], `i` below the block's units.
-    unsafe fn unit(state: &Self::State, block: *const u8, i: usize) -> Unit;
+    unsafe fn weights(state: &Self::State, block: *const u8, i: usize) -> __m256i;
+
+    /// Scale and offset of group `g` of the block.
+    ///
+    /// # Safety
+    /// As [`Units::begin`], `g` below the block's groups.
+    unsafe fn scale(state: &Self::State, block: *const u8, g: usize) -> (f32, f32);
 }
 
 /// # Safety
@@ -70,64 +82,104 @@ unsafe fn dot_quantized<F: Units>(rows: Rows, x: &Operand, out: *mut f32, stride
     over_tiles!(tile::<F>(rows, x, out, stride));
 }
 
-/// `R` rows with `T` tokens from `first` on. Every pair is summed in the same order whatever R and T are.
+/// Four rows with `T` tokens from `first` on, the results of the first `keep` rows. Every pair is summed in the order
+/// of `panels`: the integer sum of each group, exact, then the groups one after another.
 ///
 /// # Safety
 /// As [`Dot`].
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn tile<F: Units, const R: usize, const T: usize>(
-    rows: &[*const u8; R],
-    next: &[*const u8; R],
+unsafe fn tile<F: Units, const T: usize>(
+    rows: &[*const u8; 4],
+    next: &[*const u8; 4],
+    keep: usize,
     x: &Operand,
     first: usize,
     out: *mut f32,
     stride: usize,
 ) {
     let x_rows: [QRow; T] = std::array::from_fn(|t| x.q_row(first + t));
-    let mut sums = [[_mm256_setzero_ps(); T]; R];
+    let mut sums = [_mm_setzero_ps(); T];
     for block in 0..x.n_cols / F::BLOCK_LEN {
         // SAFETY: the block lies inside the rows.
-        let blocks: [*const u8; R] = std::array::from_fn(|r| unsafe { rows[r].add(block * F::BLOCK_BYTES) });
+        let blocks: [*const u8; 4] = std::array::from_fn(|r| unsafe { rows[r].add(block * F::BLOCK_BYTES) });
         if T == 1 {
             fetch(next, block * F::BLOCK_BYTES, F::BLOCK_BYTES);
         }
         // SAFETY: as above.
-        let states: [F::State; R] = std::array::from_fn(|r| unsafe { F::begin(blocks[r]) });
+        let states =
+            unsafe { [F::begin(blocks[0]), F::begin(blocks[1]), F::begin(blocks[2]), F::begin(blocks[3])] };
         for i in 0..F::BLOCK_LEN / 32 {
             let at = block * F::BLOCK_LEN + 32 * i;
-            let mut units = [(_mm256_setzero_si256(), _mm256_setzero_ps(), _mm256_setzero_ps()); R];
-            for r in 0..R {
+            let mut weights = [_mm256_setzero_si256(); 4];
+            for r in 0..4 {
                 // SAFETY: as above, and i counts the block's units.
-                units[r] = unsafe { F::unit(&states[r], blocks[r], i) };
+                weights[r] = unsafe { F::weights(&states[r], blocks[r], i) };
             }
-            for t in 0..T {
-                debug_assert!(at + 32 <= x_rows[t].high.len());
+            let mut scales = [(_mm_setzero_ps(), _mm_setzero_ps()); 2];
+            for (g, scales) in scales.iter_mut().enumerate().take(32 / F::SHARE) {
+                let mut of = [(0.0, 0.0); 4];
+                for r in 0..4 {
+                    // SAFETY: as above, for the unit's groups.
+                    of[r] = unsafe { F::scale(&states[r], blocks[r], 32 / F::SHARE * i + g) };
+                }
+                *scales = (
+                    _mm_set_ps(of[3].0, of[2].0, of[1].0, of[0].0),
+                    _mm_set_ps(of[3].1, of[2].1, of[1].1, of[0].1),
+                );
+            }
+            for (x, sum) in x_rows.iter().zip(&mut sums) {
+                debug_assert!(at + 32 <= x.high.len());
                 // SAFETY: there are as many activations as weights, a scale for every 64 and a sum for every 16.
-                let (high, low, d, quarter_sums) = unsafe {
+                let (high, low, d, x_sums) = unsafe {
                     (
-                        _mm256_loadu_si256(x_rows[t].high.as_ptr().add(at).cast()),
-                        _mm256_loadu_si256(x_rows[t].low.as_ptr().add(at).cast()),
-                        _mm256_broadcast_ss(&*x_rows[t].d.as_ptr().add(at / 64)),
-                        spread_4(x_rows[t].quarter_sum.as_ptr().add(at / 16)),
+                        _mm256_loadu_si256(x.high.as_ptr().add(at).cast()),
+                        _mm256_loadu_si256(x.low.as_ptr().add(at).cast()),
+                        *x.d.as_ptr().add(at / 64),
+                        [*x.sum.as_ptr().add(at / 16), *x.sum.as_ptr().add(at / 16 + 1)],
                     )
                 };
-                for r in 0..R {
-                    let (weights, scale, min) = units[r];
-                    let highs = _mm256_slli_epi32(products::<F>(weights, high), 8);
-                    let products = _mm256_add_epi32(highs, products::<F>(weights, low));
-                    sums[r][t] =
-                        _mm256_fmadd_ps(_mm256_cvtepi32_ps(products), _mm256_mul_ps(scale, d), sums[r][t]);
-                    sums[r][t] = _mm256_fmadd_ps(min, quarter_sums, sums[r][t]);
+                let mut of_rows = [_mm256_setzero_si256(); 4];
+                for r in 0..4 {
+                    let highs = _mm256_slli_epi32(products::<F>(weights[r], high), 8);
+                    of_rows[r] = _mm256_add_epi32(highs, products::<F>(weights[r], low));
+                }
+                // (group of 16, row)
+                let dots = _mm256_hadd_epi32(
+                    _mm256_hadd_epi32(of_rows[0], of_rows[1]),
+                    _mm256_hadd_epi32(of_rows[2], of_rows[3]),
+                );
+                let dots = [_mm256_castsi256_si128(dots), _mm256_extracti128_si256(dots, 1)];
+                if F::SHARE == 32 {
+                    let (both, x_sum) = (_mm_add_epi32(dots[0], dots[1]), x_sums[0] + x_sums[1]);
+                    add_group::<F>(sum, both, d, scales[0], x_sum);
+                } else {
+                    add_group::<F>(sum, dots[0], d, scales[0], x_sums[0]);
+                    add_group::<F>(sum, dots[1], d, scales[1], x_sums[1]);
                 }
             }
         }
     }
-    for r in 0..R {
-        for t in 0..T {
-            // SAFETY: the output has a place for every row and token.
-            unsafe { *out.add(t * stride + r) = reduce(sums[r][t]) };
+    for (t, sums) in sums.iter().enumerate() {
+        let mut four = [0.0f32; 4];
+        // SAFETY: an array of four.
+        unsafe { _mm_storeu_ps(four.as_mut_ptr(), *sums) };
+        for (r, sum) in four[..keep].iter().enumerate() {
+            // SAFETY: the output has a place for every kept row and token.
+            unsafe { *out.add(t * stride + r) = *sum };
         }
+    }
+}
+
+/// Adds a group's dot products: those with the weights' integers, and the offsets' share.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn add_group<F: Units>(sum: &mut __m128, dots: __m128i, d: f32, (scale, min): (__m128, __m128), x_sum: i32) {
+    let zero = F::ZERO_BITS.map_or(0, |bits| x_sum << bits);
+    let dots = _mm_sub_epi32(dots, _mm_set1_epi32(zero));
+    *sum = _mm_fmadd_ps(_mm_cvtepi32_ps(dots), _mm_mul_ps(scale, _mm_set1_ps(d)), *sum);
+    if F::HAS_MIN {
+        *sum = _mm_fmadd_ps(min, _mm_set1_ps(d * x_sum as f32), *sum);
     }
 }
 
@@ -152,28 +204,16 @@ fn reduce(x: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
 }
 
-/// Two values, each in four lanes.
-///
-/// # Safety
-/// `at` points to two values; the processor has the instruction set.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn spread_4(at: *const f32) -> __m256 {
-    // SAFETY: as the caller promises.
-    let two = unsafe { _mm_castpd_ps(_mm_load_sd(at.cast())) };
-    _mm256_permutevar8x32_ps(_mm256_castps128_ps256(two), _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0))
-}
-
-/// A half precision value in all lanes.
+/// The half precision value at `at`.
 ///
 /// # Safety
 /// `at` points to two bytes; the processor has the instruction set.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn half(at: *const u8) -> __m256 {
+unsafe fn half(at: *const u8) -> f32 {
     // SAFETY: as the caller promises.
     let bits = unsafe { at.cast::<u16>().read_unaligned() };
-    _mm256_broadcastss_ps(_mm_cvtph_ps(_mm_cvtsi32_si128(bits as i32)))
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits as i32)))
 }
 
 /// Sixteen bytes of nibbles as 32 bytes: low halves, then high halves.
@@ -190,12 +230,15 @@ unsafe fn nibbles(at: *const u8) -> __m256i {
 }
 
 macro_rules! units_of {
-    ($name:ident, $block:ty, $signed:literal, $state:ty, begin($p:ident) $begin:block, unit($s:ident, $q:ident, $i:ident) $unit:block) => {
+    ($name:ident, $block:ty, $signed:literal, $zero:expr, $state:ty, begin($p:ident) $begin:block, weights($s:ident, $q:ident, $i:ident) $weights:block, scale($t:ident, $r:ident, $g:ident) $scale:block) => {
         struct $name;
         impl Units for $name {
             const BLOCK_LEN: usize = <$block>::LEN;
             const BLOCK_BYTES: usize = <$block>::BYTES;
+            const SHARE: usize = <$block>::SHARE;
+            const HAS_MIN: bool = <$block>::HAS_MIN;
             const SIGNED: bool = $signed;
+            const ZERO_BITS: Option<u32> = $zero;
             type State = $state;
 
             #[inline]
@@ -210,30 +253,44 @@ macro_rules! units_of {
 
             #[inline]
             #[target_feature(enable = "avx2,fma,f16c")]
-            unsafe fn unit($s: &$state, $q: *const u8, $i: usize) -> Unit {
+            unsafe fn weights($s: &$state, $q: *const u8, $i: usize) -> __m256i {
                 // SAFETY: as above.
-                unsafe { $unit }
+                unsafe { $weights }
+            }
+
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn scale($t: &$state, $r: *const u8, $g: usize) -> (f32, f32) {
+                // SAFETY: as above.
+                #[allow(unused_unsafe)]
+                unsafe {
+                    $scale
+                }
             }
         }
     };
 }
 
-units_of!(Q4_0, quant::Q4_0, false, (), begin(_p) {}, unit(_s, p, _i) {
-    let scale = half(p);
-    (nibbles(p.add(2)), scale, _mm256_mul_ps(scale, _mm256_set1_ps(-8.0)))
+units_of!(Q4_0, quant::Q4_0, false, Some(3), (), begin(_p) {}, weights(_s, p, _i) {
+    nibbles(p.add(2))
+}, scale(_s, p, _g) {
+    (half(p), 0.0)
 });
 
-units_of!(Q4_1, quant::Q4_1, false, (), begin(_p) {}, unit(_s, p, _i) {
-    (nibbles(p.add(4)), half(p), half(p.add(2)))
+units_of!(Q4_1, quant::Q4_1, false, None, (), begin(_p) {}, weights(_s, p, _i) {
+    nibbles(p.add(4))
+}, scale(_s, p, _g) {
+    (half(p), half(p.add(2)))
 });
 
-units_of!(Q8_0, quant::Q8_0, true, (), begin(_p) {}, unit(_s, p, _i) {
-    (_mm256_loadu_si256(p.add(2).cast()), half(p), _mm256_setzero_ps())
+units_of!(Q8_0, quant::Q8_0, true, None, (), begin(_p) {}, weights(_s, p, _i) {
+    _mm256_loadu_si256(p.add(2).cast())
+}, scale(_s, p, _g) {
+    (half(p), 0.0)
 });
 
-units_of!(Q4K, quant::Q4K, false, ([f32; 8], [f32; 8]), begin(p) {
-    let d = quant::f16_to_f32(p.cast::<u16>().read_unaligned());
-    let dmin = quant::f16_to_f32(p.add(2).cast::<u16>().read_unaligned());
+units_of!(Q4K, quant::Q4K, false, None, ([f32; 8], [f32; 8]), begin(p) {
+    let (d, dmin) = (half(p), half(p.add(2)));
     let scales = &*p.add(4).cast::<[u8; 12]>();
     let mut out = ([0.0; 8], [0.0; 8]);
     for run in 0..8 {
@@ -242,29 +299,31 @@ units_of!(Q4K, quant::Q4K, false, ([f32; 8], [f32; 8]), begin(p) {
         out.1[run] = -(dmin * min as f32);
     }
     out
-}, unit(s, p, i) {
+}, weights(_s, p, i) {
     let bytes = _mm256_loadu_si256(p.add(16 + 32 * (i / 2)).cast());
     let bytes = if i % 2 == 1 { _mm256_srli_epi16(bytes, 4) } else { bytes };
-    (_mm256_and_si256(bytes, _mm256_set1_epi8(0x0f)), _mm256_set1_ps(s.0[i]), _mm256_set1_ps(s.1[i]))
+    _mm256_and_si256(bytes, _mm256_set1_epi8(0x0f))
+}, scale(s, _p, g) {
+    (s.0[g], s.1[g])
 });
 
-units_of!(Q6K, quant::Q6K, false, [f32; 16], begin(p) {
-    let d = quant::f16_to_f32(p.add(208).cast::<u16>().read_unaligned());
+units_of!(Q6K, quant::Q6K, false, Some(5), [f32; 16], begin(p) {
+    let d = half(p.add(208));
     let mut out = [0.0; 16];
     for g in 0..16 {
         out[g] = d * (*p.add(192 + g) as i8) as f32;
     }
     out
-}, unit(s, p, i) {
+}, weights(_s, p, i) {
     let (half, quarter) = (i / 4, i % 4);
     let ql = _mm256_loadu_si256(p.add(64 * half + 32 * (quarter % 2)).cast());
     let ql = if quarter >= 2 { _mm256_srli_epi16(ql, 4) } else { ql };
     let qh = _mm256_loadu_si256(p.add(128 + 32 * half).cast());
     let qh = _mm256_srl_epi16(qh, _mm_cvtsi32_si128(2 * quarter as i32));
     let high = _mm256_slli_epi16(_mm256_and_si256(qh, _mm256_set1_epi8(3)), 4);
-    let u = _mm256_or_si256(_mm256_and_si256(ql, _mm256_set1_epi8(0x0f)), high);
-    let scale = spread_4(s.as_ptr().add(2 * i));
-    (u, scale, _mm256_mul_ps(scale, _mm256_set1_ps(-32.0)))
+    _mm256_or_si256(_mm256_and_si256(ql, _mm256_set1_epi8(0x0f)), high)
+}, scale(s, _p, g) {
+    (s[g], 0.0)
 });
 
 /// Any format, through its scalar reference.
@@ -273,7 +332,10 @@ struct Unpacked<B>(std::marker::PhantomData<B>);
 impl<B: Block> Units for Unpacked<B> {
     const BLOCK_LEN: usize = B::LEN;
     const BLOCK_BYTES: usize = B::BYTES;
+    const SHARE: usize = B::SHARE;
+    const HAS_MIN: bool = B::HAS_MIN;
     const SIGNED: bool = true;
+    const ZERO_BITS: Option<u32> = None;
     type State = Groups;
 
     #[inline]
@@ -287,15 +349,16 @@ impl<B: Block> Units for Unpacked<B> {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn unit(groups: &Groups, _block: *const u8, i: usize) -> Unit {
+    unsafe fn weights(groups: &Groups, _block: *const u8, i: usize) -> __m256i {
         // SAFETY: the groups hold a whole block.
-        unsafe {
-            (
-                _mm256_loadu_si256(groups.q.as_ptr().add(32 * i).cast()),
-                spread_4(groups.scale.as_ptr().add(2 * i)),
-                spread_4(groups.min.as_ptr().add(2 * i)),
-            )
-        }
+        unsafe { _mm256_loadu_si256(groups.q.as_ptr().add(32 * i).cast()) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn scale(groups: &Groups, _block: *const u8, g: usize) -> (f32, f32) {
+        let at = g * B::SHARE / quant::GROUP;
+        (groups.scale[at], if B::HAS_MIN { groups.min[at] } else { 0.0 })
     }
 }
 
@@ -357,27 +420,28 @@ unsafe fn dot_float<F: Floats>(rows: Rows, x: &Operand, out: *mut f32, stride: u
 /// As [`Dot`].
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn float_tile<F: Floats, const R: usize, const T: usize>(
-    rows: &[*const u8; R],
-    next: &[*const u8; R],
+unsafe fn float_tile<F: Floats, const T: usize>(
+    rows: &[*const u8; 4],
+    next: &[*const u8; 4],
+    keep: usize,
     x: &Operand,
     first: usize,
     out: *mut f32,
     stride: usize,
 ) {
     let x_rows: [&[f32]; T] = std::array::from_fn(|t| x.float_row(first + t));
-    let mut sums = [[_mm256_setzero_ps(); T]; R];
+    let mut sums = [[_mm256_setzero_ps(); T]; 4];
     let whole = x.n_cols / 8 * 8;
-    let mut step = |at: usize, rows: &[*const u8; R], x: &[*const f32; T]| {
-        let mut weights = [_mm256_setzero_ps(); R];
-        for r in 0..R {
+    let mut step = |at: usize, rows: &[*const u8; 4], x: &[*const f32; T]| {
+        let mut weights = [_mm256_setzero_ps(); 4];
+        for r in 0..4 {
             // SAFETY: the callers below point to eight weights from `at` on.
             weights[r] = unsafe { F::load(rows[r].add(at * F::BYTES)) };
         }
         for t in 0..T {
             // SAFETY: likewise to eight activations.
             let x = unsafe { _mm256_loadu_ps(x[t].add(at)) };
-            for r in 0..R {
+            for r in 0..4 {
                 sums[r][t] = _mm256_fmadd_ps(weights[r], x, sums[r][t]);
             }
         }
@@ -391,7 +455,7 @@ unsafe fn float_tile<F: Floats, const R: usize, const T: usize>(
     }
     if whole < x.n_cols {
         let n = x.n_cols - whole;
-        let (mut weight_tails, mut x_tails) = ([[0u8; 32]; R], [[0f32; 8]; T]);
+        let (mut weight_tails, mut x_tails) = ([[0u8; 32]; 4], [[0f32; 8]; T]);
         for (tail, row) in weight_tails.iter_mut().zip(rows) {
             // SAFETY: the row's last n weights.
             let left = unsafe { std::slice::from_raw_parts(row.add(whole * F::BYTES), n * F::BYTES) };
@@ -404,9 +468,9 @@ unsafe fn float_tile<F: Floats, const R: usize, const T: usize>(
         let x = std::array::from_fn(|t| x_tails[t].as_ptr());
         step(0, &rows, &x);
     }
-    for r in 0..R {
+    for r in 0..keep {
         for t in 0..T {
-            // SAFETY: the output has a place for every row and token.
+            // SAFETY: the output has a place for every kept row and token.
             unsafe { *out.add(t * stride + r) = reduce(sums[r][t]) };
         }
     }

@@ -125,18 +125,17 @@ unsafe fn each_of_step<F: Units>(
     let state = unsafe { F::begin(step) };
     for i in 0..n.div_ceil(64) {
         // SAFETY: i counts the step's units.
-        let (u, scale, min) = unsafe { F::unit(&state, step, i) };
-        let min = match F::ZERO {
-            Some(zero) => _mm512_mul_ps(scale, _mm512_set1_ps(zero)),
-            None => min,
-        };
+        let u = unsafe { F::weights(&state, step, i) };
         macro_rules! group {
             ($g:literal) => {
                 if 64 * i + 16 * $g < n {
+                    // SAFETY: the group is one of the step's.
+                    let (scale, min) = unsafe { F::scale(&state, step, (64 * i + 16 * $g) / F::SHARE) };
+                    let zero = F::ZERO_BITS.map_or(0.0, |bits| -((1 << bits) as f32) * scale);
+                    let offset = if F::HAS_MIN { zero + min } else { zero };
                     let w = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(u, $g)));
-                    let scale = _mm512_shuffle_f32x4(scale, scale, $g * 0x55);
-                    let min = _mm512_shuffle_f32x4(min, min, $g * 0x55);
-                    f(at + 64 * i + 16 * $g, _mm512_fmadd_ps(w, scale, min), 0xffff);
+                    let w = _mm512_fmadd_ps(w, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
+                    f(at + 64 * i + 16 * $g, w, 0xffff);
                 }
             };
         }

@@ -3,6 +3,7 @@
 //! their zero point into the offset.
 
 mod along;
+mod panels;
 
 use std::arch::x86_64::*;
 
@@ -26,7 +27,9 @@ pub fn is_available() -> bool {
 
 portable::instantiate!(all_but_along #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]);
 
-pub const KERNELS: Kernels = table!("avx512", dot_for);
+use panels::panels_for;
+
+pub const KERNELS: Kernels = table!("avx512", dot_for, panels_for, Some(panels::gemm));
 
 const fn dot_for(dtype: DType) -> Dot {
     match dtype {
@@ -48,29 +51,35 @@ const fn dot_for(dtype: DType) -> Dot {
     }
 }
 
-/// 64 weights: `w = scale * u + min`, each lane's scale and offset being those of its four weights. A format whose
-/// offset is a multiple of the scale says so in [`Units::ZERO`] and leaves it zero here.
-type Unit = (__m512i, __m512, __m512);
-
-/// How a format's blocks become units. A step is the least whole number of blocks that makes whole units.
+/// How a format's blocks become units of 64 weights. A step is the least whole number of blocks that makes whole units.
 trait Units {
     const BLOCK_LEN: usize;
     const BLOCK_BYTES: usize;
     /// Blocks in a step: two of 32 weights, or one of 256.
     const BLOCKS: usize;
-    /// What `scale` is multiplied with to be the offset, where that is the same for all weights.
-    const ZERO: Option<f32> = None;
+    /// Weights that share a scale: 16 or 32, a group.
+    const SHARE: usize;
+    /// Whether groups have offsets.
+    const HAS_MIN: bool;
+    /// Weights are unsigned: two to this power was added.
+    const ZERO_BITS: Option<u32>;
     type State;
 
     /// # Safety
     /// `step` points to a whole step; the processor has the instruction set.
     unsafe fn begin(step: *const u8) -> Self::State;
 
-    /// Unit `i` of the step.
+    /// The unsigned weights of unit `i` of the step.
     ///
     /// # Safety
     /// As [`Units::begin`], `i` below the step's units.
-    unsafe fn unit(state: &Self::State, step: *const u8, i: usize) -> Unit;
+    unsafe fn weights(state: &Self::State, step: *const u8, i: usize) -> __m512i;
+
+    /// Scale and offset of group `g` of the step.
+    ///
+    /// # Safety
+    /// As [`Units::begin`], `g` below the step's groups.
+    unsafe fn scale(state: &Self::State, step: *const u8, g: usize) -> (f32, f32);
 }
 
 /// # Safety
@@ -80,51 +89,51 @@ unsafe fn dot_quantized<F: Units>(rows: Rows, x: &Operand, out: *mut f32, stride
     over_tiles!(tile::<F>(rows, x, out, stride));
 }
 
-/// `R` rows with `T` tokens from `first` on. Every pair is summed in the same order whatever R and T are.
+/// Four rows with `T` tokens from `first` on, the results of the first `keep` rows. Every pair is summed in the order
+/// of `panels`: the integer sum of each group, exact, then the groups one after another.
 ///
 /// # Safety
 /// As [`Dot`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn tile<F: Units, const R: usize, const T: usize>(
-    rows: &[*const u8; R],
-    next: &[*const u8; R],
+unsafe fn tile<F: Units, const T: usize>(
+    rows: &[*const u8; 4],
+    next: &[*const u8; 4],
+    keep: usize,
     x: &Operand,
     first: usize,
     out: *mut f32,
     stride: usize,
 ) {
     let x_rows: [QRow; T] = std::array::from_fn(|t| x.q_row(first + t));
-    let mut sums = [[_mm512_setzero_ps(); T]; R];
+    let mut sums = [_mm_setzero_ps(); T];
     let n_blocks = x.n_cols / F::BLOCK_LEN;
     let step_bytes = F::BLOCKS * F::BLOCK_BYTES;
     for step in 0..n_blocks / F::BLOCKS {
         // SAFETY: the step lies inside the rows.
-        let steps: [*const u8; R] = std::array::from_fn(|r| unsafe { rows[r].add(step * step_bytes) });
+        let steps: [*const u8; 4] = std::array::from_fn(|r| unsafe { rows[r].add(step * step_bytes) });
         if T == 1 {
             fetch(next, step * step_bytes, step_bytes);
         }
         // SAFETY: as above; the activations are as many as the weights.
-        unsafe { add_step::<F, R, T>(&steps, &x_rows, step * F::BLOCKS * F::BLOCK_LEN, &mut sums) };
+        unsafe { add_step::<F, T>(&steps, &x_rows, step * F::BLOCKS * F::BLOCK_LEN, &mut sums) };
     }
     if n_blocks % F::BLOCKS == 1 {
         // The last block of an odd number, in company of zeros: the activations are padded with zeros as well.
         let last = n_blocks - 1;
-        let mut copies = [[0u8; 128]; R];
+        let mut copies = [[0u8; 128]; 4];
         for (copy, row) in copies.iter_mut().zip(rows) {
             // SAFETY: the last block lies inside the row.
             let block = unsafe { std::slice::from_raw_parts(row.add(last * F::BLOCK_BYTES), F::BLOCK_BYTES) };
             copy[..F::BLOCK_BYTES].copy_from_slice(block);
         }
-        let steps: [*const u8; R] = std::array::from_fn(|r| copies[r].as_ptr());
+        let steps: [*const u8; 4] = std::array::from_fn(|r| copies[r].as_ptr());
         // SAFETY: a copy holds a whole step; the padded activations reach as far.
-        unsafe { add_step::<F, R, T>(&steps, &x_rows, last * F::BLOCK_LEN, &mut sums) };
+        unsafe { add_step::<F, T>(&steps, &x_rows, last * F::BLOCK_LEN, &mut sums) };
     }
-    for r in 0..R {
-        for t in 0..T {
-            // SAFETY: the output has a place for every row and token.
-            unsafe { *out.add(t * stride + r) = _mm512_reduce_add_ps(sums[r][t]) };
-        }
+    for (t, sums) in sums.iter().enumerate() {
+        // SAFETY: the output has a place for every kept row and token.
+        unsafe { _mm_mask_storeu_ps(out.add(t * stride), (1 << keep) - 1, *sums) };
     }
 }
 
@@ -132,75 +141,115 @@ unsafe fn tile<F: Units, const R: usize, const T: usize>(
 /// `steps` point to whole steps, `x` reaches from `at` to the step's end, the processor has the instruction set.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn add_step<F: Units, const R: usize, const T: usize>(
-    steps: &[*const u8; R],
+unsafe fn add_step<F: Units, const T: usize>(
+    steps: &[*const u8; 4],
     x: &[QRow; T],
     at: usize,
-    sums: &mut [[__m512; T]; R],
+    sums: &mut [__m128; T],
 ) {
     // SAFETY: the caller's steps are whole.
-    let states: [F::State; R] = std::array::from_fn(|r| unsafe { F::begin(steps[r]) });
+    let states = unsafe { [F::begin(steps[0]), F::begin(steps[1]), F::begin(steps[2]), F::begin(steps[3])] };
     for i in 0..F::BLOCKS * F::BLOCK_LEN / 64 {
         let at = at + 64 * i;
-        let mut units = [(_mm512_setzero_si512(), _mm512_setzero_ps(), _mm512_setzero_ps()); R];
-        for r in 0..R {
+        let mut weights = [_mm512_setzero_si512(); 4];
+        for r in 0..4 {
             // SAFETY: the caller's steps are whole, and i counts their units.
-            units[r] = unsafe { F::unit(&states[r], steps[r], i) };
+            weights[r] = unsafe { F::weights(&states[r], steps[r], i) };
+        }
+        let mut scales = [(_mm_setzero_ps(), _mm_setzero_ps()); 4];
+        for (g, scales) in scales.iter_mut().enumerate().take(64 / F::SHARE) {
+            let mut of = [(0.0, 0.0); 4];
+            for r in 0..4 {
+                // SAFETY: as above, for the unit's groups.
+                of[r] = unsafe { F::scale(&states[r], steps[r], 64 / F::SHARE * i + g) };
+            }
+            *scales = (
+                _mm_set_ps(of[3].0, of[2].0, of[1].0, of[0].0),
+                _mm_set_ps(of[3].1, of[2].1, of[1].1, of[0].1),
+            );
         }
         for t in 0..T {
             debug_assert!(at + 64 <= x[t].high.len());
             // SAFETY: rows of activations are padded to whole units, and have a scale for each and a sum for every
             // 16 values.
-            let (high, low, d, quarter_sums) = unsafe {
+            let (high, low, d, x_sums) = unsafe {
                 (
                     _mm512_loadu_si512(x[t].high.as_ptr().add(at).cast()),
                     _mm512_loadu_si512(x[t].low.as_ptr().add(at).cast()),
-                    _mm512_set1_ps(*x[t].d.as_ptr().add(at / 64)),
-                    spread_4(_mm_loadu_ps(x[t].quarter_sum.as_ptr().add(at / 16))),
+                    _mm_set1_ps(*x[t].d.as_ptr().add(at / 64)),
+                    _mm_loadu_si128(x[t].sum.as_ptr().add(at / 16).cast()),
                 )
             };
-            let zero_sums = _mm512_mul_ps(quarter_sums, _mm512_set1_ps(F::ZERO.unwrap_or(0.0)));
-            for r in 0..R {
-                let (u, scale, min) = units[r];
-                let highs = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, high);
-                let products = _mm512_dpbusd_epi32(_mm512_slli_epi32(highs, 8), u, low);
-                sums[r][t] =
-                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), _mm512_mul_ps(scale, d), sums[r][t]);
-                sums[r][t] = match F::ZERO {
-                    Some(_) => _mm512_fmadd_ps(scale, zero_sums, sums[r][t]),
-                    None => _mm512_fmadd_ps(min, quarter_sums, sums[r][t]),
-                };
+            let mut products = [_mm512_setzero_si512(); 4];
+            for r in 0..4 {
+                let highs = _mm512_dpbusd_epi32(_mm512_setzero_si512(), weights[r], high);
+                products[r] = _mm512_dpbusd_epi32(_mm512_slli_epi32(highs, 8), weights[r], low);
+            }
+            // (group of 16, row)
+            let mut dots = sum_quads(&products);
+            if let Some(bits) = F::ZERO_BITS {
+                let zeros = _mm512_sll_epi32(spread_4(x_sums), _mm_cvtsi32_si128(bits as i32));
+                dots = _mm512_sub_epi32(dots, zeros);
+            }
+            let quarters = [
+                _mm512_castsi512_si128(dots),
+                _mm512_extracti32x4_epi32(dots, 1),
+                _mm512_extracti32x4_epi32(dots, 2),
+                _mm512_extracti32x4_epi32(dots, 3),
+            ];
+            if F::SHARE == 32 {
+                let x_sums = _mm_mul_ps(d, _mm_cvtepi32_ps(_mm_hadd_epi32(x_sums, x_sums)));
+                let halves = [_mm_add_epi32(quarters[0], quarters[1]), _mm_add_epi32(quarters[2], quarters[3])];
+                add_group::<F>(&mut sums[t], halves[0], d, scales[0], _mm_broadcastss_ps(x_sums));
+                add_group::<F>(&mut sums[t], halves[1], d, scales[1], _mm_permute_ps(x_sums, 0x55));
+            } else {
+                let x_sums = _mm_mul_ps(d, _mm_cvtepi32_ps(x_sums));
+                add_group::<F>(&mut sums[t], quarters[0], d, scales[0], _mm_broadcastss_ps(x_sums));
+                add_group::<F>(&mut sums[t], quarters[1], d, scales[1], _mm_permute_ps(x_sums, 0x55));
+                add_group::<F>(&mut sums[t], quarters[2], d, scales[2], _mm_permute_ps(x_sums, 0xaa));
+                add_group::<F>(&mut sums[t], quarters[3], d, scales[3], _mm_permute_ps(x_sums, 0xff));
             }
         }
     }
 }
 
-/// The two lowest values, each in eight lanes.
+/// Adds a group's dot products: those with the weights' integers, and the offsets' share.
 #[inline]
-#[target_feature(enable = "avx512f")]
-fn spread_8(x: __m128) -> __m512 {
-    let which = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-    _mm512_permutexvar_ps(which, _mm512_castps128_ps512(x))
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+fn add_group<F: Units>(sum: &mut __m128, dots: __m128i, d: __m128, (scale, min): (__m128, __m128), x_sum: __m128) {
+    *sum = _mm_fmadd_ps(_mm_cvtepi32_ps(dots), _mm_mul_ps(scale, d), *sum);
+    if F::HAS_MIN {
+        *sum = _mm_fmadd_ps(min, x_sum, *sum);
+    }
+}
+
+/// Four rows of sixteen values as the sums of their quads: (quad, row).
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+fn sum_quads(rows: &[__m512i; 4]) -> __m512i {
+    let pairs = |a, b| _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    let (ab, cd) = (pairs(rows[0], rows[1]), pairs(rows[2], rows[3]));
+    _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd))
 }
 
 /// Four values, each in four lanes.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn spread_4(x: __m128) -> __m512 {
+fn spread_4(x: __m128i) -> __m512i {
     let which = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    _mm512_permutexvar_ps(which, _mm512_castps128_ps512(x))
+    _mm512_permutexvar_epi32(which, _mm512_castsi128_si512(x))
 }
 
-/// Two half precision values, each in eight lanes.
+/// The half precision value at `at`.
 ///
 /// # Safety
-/// Both pointers point to two bytes; the processor has the instruction set.
+/// `at` points to two bytes; the processor has the instruction set.
 #[inline]
 #[target_feature(enable = "avx512f,f16c")]
-unsafe fn two_halves(a: *const u8, b: *const u8) -> __m512 {
+unsafe fn half(at: *const u8) -> f32 {
     // SAFETY: as the caller promises.
-    let (a, b) = unsafe { (a.cast::<u16>().read_unaligned(), b.cast::<u16>().read_unaligned()) };
-    spread_8(_mm_cvtph_ps(_mm_cvtsi32_si128((a as u32 | (b as u32) << 16) as i32)))
+    let bits = unsafe { at.cast::<u16>().read_unaligned() };
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits as i32)))
 }
 
 /// Two runs of 16 bytes of nibbles as 64 bytes: low halves, then high halves, of each run.
@@ -219,13 +268,15 @@ unsafe fn nibbles(a: *const u8, b: *const u8) -> __m512i {
 }
 
 macro_rules! units_of {
-    ($name:ident, $block:ty, $blocks:literal, $zero:expr, $state:ty, begin($p:ident) $begin:block, unit($s:ident, $q:ident, $i:ident) $unit:block) => {
+    ($name:ident, $block:ty, $blocks:literal, $zero:expr, $state:ty, begin($p:ident) $begin:block, weights($s:ident, $q:ident, $i:ident) $weights:block, scale($t:ident, $r:ident, $g:ident) $scale:block) => {
         struct $name;
         impl Units for $name {
             const BLOCK_LEN: usize = <$block>::LEN;
             const BLOCK_BYTES: usize = <$block>::BYTES;
             const BLOCKS: usize = $blocks;
-            const ZERO: Option<f32> = $zero;
+            const SHARE: usize = <$block>::SHARE;
+            const HAS_MIN: bool = <$block>::HAS_MIN;
+            const ZERO_BITS: Option<u32> = $zero;
             type State = $state;
 
             #[inline]
@@ -240,28 +291,41 @@ macro_rules! units_of {
 
             #[inline]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-            unsafe fn unit($s: &$state, $q: *const u8, $i: usize) -> Unit {
+            unsafe fn weights($s: &$state, $q: *const u8, $i: usize) -> __m512i {
                 // SAFETY: as above.
-                unsafe { $unit }
+                unsafe { $weights }
+            }
+
+            #[inline]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+            unsafe fn scale($t: &$state, $r: *const u8, $g: usize) -> (f32, f32) {
+                // SAFETY: as above.
+                #[allow(unused_unsafe)]
+                unsafe {
+                    $scale
+                }
             }
         }
     };
 }
 
-units_of!(Q4_0, quant::Q4_0, 2, Some(-8.0), (), begin(_p) {}, unit(_s, p, _i) {
-    let scale = two_halves(p, p.add(18));
-    (nibbles(p.add(2), p.add(20)), scale, _mm512_setzero_ps())
+units_of!(Q4_0, quant::Q4_0, 2, Some(3), (), begin(_p) {}, weights(_s, p, _i) {
+    nibbles(p.add(2), p.add(20))
+}, scale(_s, p, g) {
+    (half(p.add(18 * g)), 0.0)
 });
 
-units_of!(Q4_1, quant::Q4_1, 2, None, (), begin(_p) {}, unit(_s, p, _i) {
-    (nibbles(p.add(4), p.add(24)), two_halves(p, p.add(20)), two_halves(p.add(2), p.add(22)))
+units_of!(Q4_1, quant::Q4_1, 2, None, (), begin(_p) {}, weights(_s, p, _i) {
+    nibbles(p.add(4), p.add(24))
+}, scale(_s, p, g) {
+    (half(p.add(20 * g)), half(p.add(20 * g + 2)))
 });
 
-units_of!(Q8_0, quant::Q8_0, 2, Some(-128.0), (), begin(_p) {}, unit(_s, p, _i) {
+units_of!(Q8_0, quant::Q8_0, 2, Some(7), (), begin(_p) {}, weights(_s, p, _i) {
     let (a, b) = (_mm256_loadu_si256(p.add(2).cast()), _mm256_loadu_si256(p.add(36).cast()));
-    let q = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
-    let scale = two_halves(p, p.add(34));
-    (_mm512_xor_si512(q, _mm512_set1_epi8(-128)), scale, _mm512_setzero_ps())
+    _mm512_xor_si512(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1), _mm512_set1_epi8(-128))
+}, scale(_s, p, g) {
+    (half(p.add(34 * g)), 0.0)
 });
 
 units_of!(Q4K, quant::Q4K, 1, None, ([f32; 8], [f32; 8]), begin(p) {
@@ -273,30 +337,31 @@ units_of!(Q4K, quant::Q4K, 1, None, ([f32; 8], [f32; 8]), begin(p) {
     _mm256_storeu_ps(out.0.as_mut_ptr(), _mm256_mul_ps(d, scales));
     _mm256_storeu_ps(out.1.as_mut_ptr(), _mm256_sub_ps(_mm256_setzero_ps(), _mm256_mul_ps(dmin, mins)));
     out
-}, unit(s, p, i) {
+}, weights(_s, p, i) {
     let bytes = _mm256_loadu_si256(p.add(16 + 32 * i).cast());
     let low = _mm256_and_si256(bytes, _mm256_set1_epi8(0x0f));
     let high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(0x0f));
-    let two = |of: &[f32; 8]| spread_8(_mm_castpd_ps(_mm_load_sd(of.as_ptr().add(2 * i).cast())));
-    (_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), two(&s.0), two(&s.1))
+    _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)
+}, scale(s, _p, g) {
+    (s.0[g], s.1[g])
 });
 
-units_of!(Q6K, quant::Q6K, 1, Some(-32.0), [f32; 16], begin(p) {
-    let d = _mm512_set1_ps(quant::f16_to_f32(p.add(208).cast::<u16>().read_unaligned()));
+units_of!(Q6K, quant::Q6K, 1, Some(5), [f32; 16], begin(p) {
+    let d = _mm512_set1_ps(half(p.add(208)));
     let scales = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.add(192).cast())));
     let mut out = [0.0; 16];
     _mm512_storeu_ps(out.as_mut_ptr(), _mm512_mul_ps(d, scales));
     out
-}, unit(s, p, i) {
+}, weights(_s, p, i) {
     let (half, high) = (i / 2, i % 2 == 1);
     let ql = _mm512_loadu_si512(p.add(64 * half).cast());
     let ql = if high { _mm512_srli_epi16(ql, 4) } else { ql };
     let qh = _mm512_broadcast_i64x4(_mm256_loadu_si256(p.add(128 + 32 * half).cast()));
     let shifts = if high { _mm512_set_epi64(6, 6, 6, 6, 4, 4, 4, 4) } else { _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0) };
     let qh = _mm512_and_si512(_mm512_srlv_epi64(qh, shifts), _mm512_set1_epi8(3));
-    let u = _mm512_or_si512(_mm512_and_si512(ql, _mm512_set1_epi8(0x0f)), _mm512_slli_epi16(qh, 4));
-    let scale = spread_4(_mm_loadu_ps(s.as_ptr().add(4 * i)));
-    (u, scale, _mm512_setzero_ps())
+    _mm512_or_si512(_mm512_and_si512(ql, _mm512_set1_epi8(0x0f)), _mm512_slli_epi16(qh, 4))
+}, scale(s, _p, g) {
+    (s[g], 0.0)
 });
 
 /// The eight six-bit scales and offsets of a Q4_K block, as floats.
@@ -318,59 +383,70 @@ unsafe fn k_scales(block: *const u8) -> (__m256, __m256) {
     (floats(scales_low, scales_high), floats(mins_low, mins_high))
 }
 
-/// Unit `i` of unpacked groups.
+/// The weights of unit `i` of unpacked groups, made unsigned.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn unit_of_groups(groups: &Groups, i: usize) -> Unit {
+fn weights_of_groups(groups: &Groups, i: usize) -> __m512i {
     // SAFETY: a block of 256 has four units; callers keep i below that.
-    let (q, scale, min) = unsafe {
-        (
-            _mm512_loadu_si512(groups.q.as_ptr().add(64 * i).cast()),
-            spread_4(_mm_loadu_ps(groups.scale.as_ptr().add(4 * i))),
-            spread_4(_mm_loadu_ps(groups.min.as_ptr().add(4 * i))),
-        )
-    };
-    let u = _mm512_xor_si512(q, _mm512_set1_epi8(-128));
-    (u, scale, _mm512_fmadd_ps(scale, _mm512_set1_ps(-128.0), min))
+    let q = unsafe { _mm512_loadu_si512(groups.q.as_ptr().add(64 * i).cast()) };
+    _mm512_xor_si512(q, _mm512_set1_epi8(-128))
 }
 
-/// Any format of 256 weights, through its scalar reference.
-struct Super<B>(std::marker::PhantomData<B>);
+/// Scale and offset of the `g`-th of groups that are `share` weights long.
+#[inline]
+fn scale_of_groups<B: Block>(groups: &Groups, g: usize) -> (f32, f32) {
+    let at = g * B::SHARE / quant::GROUP;
+    (groups.scale[at], if B::HAS_MIN { groups.min[at] } else { 0.0 })
+}
 
-impl<B: Block> Units for Super<B> {
-    const BLOCK_LEN: usize = B::LEN;
-    const BLOCK_BYTES: usize = B::BYTES;
-    const BLOCKS: usize = 1;
-    type State = Groups;
+macro_rules! units_of_groups {
+    ($(#[$doc:meta])* $name:ident, $blocks:literal, begin($p:ident) $begin:block) => {
+        $(#[$doc])*
+        struct $name<B>(std::marker::PhantomData<B>);
 
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-    unsafe fn begin(step: *const u8) -> Groups {
+        impl<B: Block> Units for $name<B> {
+            const BLOCK_LEN: usize = B::LEN;
+            const BLOCK_BYTES: usize = B::BYTES;
+            const BLOCKS: usize = $blocks;
+            const SHARE: usize = B::SHARE;
+            const HAS_MIN: bool = B::HAS_MIN;
+            const ZERO_BITS: Option<u32> = Some(7);
+            type State = Groups;
+
+            #[inline]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+            unsafe fn begin($p: *const u8) -> Groups {
+                $begin
+            }
+
+            #[inline]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+            unsafe fn weights(groups: &Groups, _step: *const u8, i: usize) -> __m512i {
+                weights_of_groups(groups, i)
+            }
+
+            #[inline]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+            unsafe fn scale(groups: &Groups, _step: *const u8, g: usize) -> (f32, f32) {
+                scale_of_groups::<B>(groups, g)
+            }
+        }
+    };
+}
+
+units_of_groups!(
+    /// Any format of 256 weights, through its scalar reference.
+    Super, 1, begin(step) {
         let mut groups = Groups::new();
         // SAFETY: the caller's step is a block.
         B::unpack(unsafe { std::slice::from_raw_parts(step, B::BYTES) }, &mut groups);
         groups
     }
+);
 
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-    unsafe fn unit(groups: &Groups, _step: *const u8, i: usize) -> Unit {
-        unit_of_groups(groups, i)
-    }
-}
-
-/// Any format of 32 weights, two blocks a step, through its scalar reference.
-struct Pair<B>(std::marker::PhantomData<B>);
-
-impl<B: Block> Units for Pair<B> {
-    const BLOCK_LEN: usize = B::LEN;
-    const BLOCK_BYTES: usize = B::BYTES;
-    const BLOCKS: usize = 2;
-    type State = Groups;
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-    unsafe fn begin(step: *const u8) -> Groups {
+units_of_groups!(
+    /// Any format of 32 weights, two blocks a step, through its scalar reference.
+    Pair, 2, begin(step) {
         let (mut groups, mut second) = (Groups::new(), Groups::new());
         // SAFETY: the caller's step is two blocks.
         let blocks = unsafe { std::slice::from_raw_parts(step, 2 * B::BYTES) };
@@ -381,13 +457,7 @@ impl<B: Block> Units for Pair<B> {
         groups.min[2..4].copy_from_slice(&second.min[..2]);
         groups
     }
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-    unsafe fn unit(groups: &Groups, _step: *const u8, i: usize) -> Unit {
-        unit_of_groups(groups, i)
-    }
-}
+);
 
 /// A float type, sixteen weights at a time.
 trait Floats {
@@ -449,16 +519,17 @@ unsafe fn dot_float<F: Floats>(rows: Rows, x: &Operand, out: *mut f32, stride: u
 /// As [`Dot`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn float_tile<F: Floats, const R: usize, const T: usize>(
-    rows: &[*const u8; R],
-    next: &[*const u8; R],
+unsafe fn float_tile<F: Floats, const T: usize>(
+    rows: &[*const u8; 4],
+    next: &[*const u8; 4],
+    keep: usize,
     x: &Operand,
     first: usize,
     out: *mut f32,
     stride: usize,
 ) {
     let x_rows: [&[f32]; T] = std::array::from_fn(|t| x.float_row(first + t));
-    let mut sums = [[_mm512_setzero_ps(); T]; R];
+    let mut sums = [[_mm512_setzero_ps(); T]; 4];
     let mut at = 0;
     while at < x.n_cols {
         if T == 1 {
@@ -466,23 +537,23 @@ unsafe fn float_tile<F: Floats, const R: usize, const T: usize>(
         }
         let left = x.n_cols - at;
         let mask = if left >= 16 { 0xffff } else { (1u16 << left) - 1 };
-        let mut weights = [_mm512_setzero_ps(); R];
-        for r in 0..R {
+        let mut weights = [_mm512_setzero_ps(); 4];
+        for r in 0..4 {
             // SAFETY: the masked lanes lie inside the rows.
             weights[r] = unsafe { F::load(rows[r].add(at * F::BYTES), mask) };
         }
         for t in 0..T {
             // SAFETY: the masked lanes lie inside the activations.
             let x = unsafe { _mm512_maskz_loadu_ps(mask, x_rows[t].as_ptr().add(at)) };
-            for r in 0..R {
+            for r in 0..4 {
                 sums[r][t] = _mm512_fmadd_ps(weights[r], x, sums[r][t]);
             }
         }
         at += 16;
     }
-    for r in 0..R {
+    for r in 0..keep {
         for t in 0..T {
-            // SAFETY: the output has a place for every row and token.
+            // SAFETY: the output has a place for every kept row and token.
             unsafe { *out.add(t * stride + r) = _mm512_reduce_add_ps(sums[r][t]) };
         }
     }

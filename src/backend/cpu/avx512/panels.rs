@@ -1,0 +1,310 @@
+//! Rows side by side: a row in each lane. Of a chunk of 32 weights the integer sum is exact, and chunks are added one
+//! after another, so that one token, a few and many give the same bits.
+
+use std::arch::x86_64::*;
+
+use crate::backend::cpu::kernels::Panels;
+use crate::backend::cpu::operand::{PackedTile, TOKEN_TILE, WeightTile};
+use crate::quant::{CHUNK, Interleaved, LANES};
+use crate::with_interleaved;
+
+use super::*;
+
+/// How far ahead memory is asked for a panel.
+const AHEAD: usize = 2048;
+
+pub const fn panels_for(dtype: DType) -> Option<Panels> {
+    with_interleaved!(dtype, B => Some(Panels { dot: dot::<B>, unpack: unpack::<B> }), _ => None)
+}
+
+/// # Safety
+/// As [`Panels::dot`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn dot<F: Interleaved>(panel: *const u8, n: usize, x: &Operand, out: *mut f32, stride: usize) {
+    let mut t = 0;
+    while t < x.n_tokens {
+        // SAFETY: as the caller promises, for these tokens.
+        unsafe {
+            let out = out.add(t * stride);
+            t += match x.n_tokens - t {
+                1 => dot_tokens::<F, 1>(panel, n, x, t, out, stride),
+                2 => dot_tokens::<F, 2>(panel, n, x, t, out, stride),
+                3 => dot_tokens::<F, 3>(panel, n, x, t, out, stride),
+                _ => dot_tokens::<F, 4>(panel, n, x, t, out, stride),
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`Panels::dot`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn dot_tokens<F: Interleaved, const T: usize>(
+    panel: *const u8,
+    n: usize,
+    x: &Operand,
+    first: usize,
+    out: *mut f32,
+    stride: usize,
+) -> usize {
+    let x_rows: [QRow; T] = std::array::from_fn(|t| x.q_row(first + t));
+    let mut sums = [_mm512_setzero_ps(); T];
+    for span in 0..x.n_cols / F::LEN {
+        // SAFETY: the span lies inside the panel.
+        let (head, chunks) = unsafe { parts_of_span::<F>(panel, span) };
+        for c in 0..F::LEN / CHUNK {
+            // SAFETY: the chunk lies inside the span, the processor has the instruction set.
+            let (scales, quads) = unsafe {
+                let chunk = chunks.add(c * F::CHUNK_BYTES);
+                for line in (0..F::CHUNK_BYTES).step_by(64) {
+                    _mm_prefetch::<_MM_HINT_T0>(chunk.wrapping_add(AHEAD + line).cast());
+                }
+                (scales::<F>(head, chunk), quads::<F>(chunk))
+            };
+            let at = span * F::LEN + c * CHUNK;
+            for t in 0..T {
+                let x = &x_rows[t];
+                debug_assert!(at + CHUNK <= x.high.len());
+                // SAFETY: there are as many activations as weights, a scale for every 64 and a sum for every 16.
+                let (high, low, d, sum) = unsafe {
+                    (
+                        x.high.as_ptr().add(at).cast::<i32>(),
+                        x.low.as_ptr().add(at).cast::<i32>(),
+                        *x.d.as_ptr().add(at / 64),
+                        [*x.sum.as_ptr().add(at / 16), *x.sum.as_ptr().add(at / 16 + 1)],
+                    )
+                };
+                // SAFETY: a chunk has eight quads.
+                let quad = |of: *const i32, j: usize| _mm512_set1_epi32(unsafe { of.add(j).read_unaligned() });
+                let per_group = 8 * F::SHARE / CHUNK;
+                for g in 0..CHUNK / F::SHARE {
+                    let x_sum = if F::SHARE == CHUNK { sum[0] + sum[1] } else { sum[g] };
+                    let (mut highs, mut lows) = (_mm512_setzero_si512(), _mm512_setzero_si512());
+                    if let Some(bits) = F::ZERO_BITS {
+                        lows = _mm512_set1_epi32(-(x_sum << bits));
+                    }
+                    for j in g * per_group..(g + 1) * per_group {
+                        highs = _mm512_dpbusd_epi32(highs, quads[j], quad(high, j));
+                        lows = _mm512_dpbusd_epi32(lows, quads[j], quad(low, j));
+                    }
+                    let dots = _mm512_add_epi32(_mm512_slli_epi32(highs, 8), lows);
+                    let (scale, min) = scales[g];
+                    let scale = _mm512_mul_ps(scale, _mm512_set1_ps(d));
+                    sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, sums[t]);
+                    if F::HAS_MIN {
+                        sums[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(d * x_sum as f32), sums[t]);
+                    }
+                }
+            }
+        }
+    }
+    for (t, sums) in sums.iter().enumerate() {
+        // SAFETY: the output has places for n rows of every token.
+        unsafe { _mm512_mask_storeu_ps(out.add(t * stride), lanes(n), *sums) };
+    }
+    T
+}
+
+/// The first `n` lanes.
+fn lanes(n: usize) -> __mmask16 {
+    debug_assert!((1..=LANES).contains(&n));
+    0xffff >> (LANES - n)
+}
+
+/// Head and first chunk of a panel's span.
+///
+/// # Safety
+/// The panel has that span.
+#[inline]
+unsafe fn parts_of_span<F: Interleaved>(panel: *const u8, span: usize) -> (*const u8, *const u8) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let head = panel.add(span * F::SPAN_BYTES);
+        (head, head.add(LANES * 2 * F::HEAD))
+    }
+}
+
+/// Scales and offsets of a chunk's one or two groups.
+///
+/// # Safety
+/// Head and chunk are whole; the processor has the instruction set.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn scales<F: Interleaved>(head: *const u8, chunk: *const u8) -> [(__m512, __m512); 2] {
+    let zero = _mm512_setzero_ps();
+    // SAFETY: the loads stay inside head and chunk.
+    unsafe {
+        let halves = |at: *const u8| _mm512_cvtph_ps(_mm256_loadu_si256(at.cast()));
+        if F::SIDE_BYTES == 2 {
+            let min = if F::HAS_MIN { halves(chunk.add(2 * LANES)) } else { zero };
+            return [(halves(chunk), min), (zero, zero)];
+        }
+        let bytes = |i: usize| _mm_loadu_si128(chunk.add(i * LANES).cast());
+        let d = halves(head);
+        if F::HAS_MIN {
+            let unsigned = |i| _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes(i)));
+            let min = _mm512_mul_ps(halves(head.add(2 * LANES)), unsigned(1));
+            [(_mm512_mul_ps(d, unsigned(0)), _mm512_sub_ps(zero, min)), (zero, zero)]
+        } else {
+            let signed = |i| _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(i)));
+            [(_mm512_mul_ps(d, signed(0)), zero), (_mm512_mul_ps(d, signed(1)), zero)]
+        }
+    }
+}
+
+/// The eight quads of a chunk's weights.
+///
+/// # Safety
+/// The chunk is whole; the processor has the instruction set.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn quads<F: Interleaved>(chunk: *const u8) -> [__m512i; 8] {
+    let mut quads = [_mm512_setzero_si512(); 8];
+    // SAFETY: the loads stay inside the chunk.
+    let load = |i: usize| unsafe {
+        _mm512_loadu_si512(chunk.add(LANES * F::SIDE * F::SIDE_BYTES + 64 * i).cast())
+    };
+    if F::BITS == 8 {
+        for j in 0..8 {
+            quads[j] = load(j);
+        }
+        return quads;
+    }
+    let nibble = _mm512_set1_epi8(0x0f);
+    for j in 0..4 {
+        let both = load(j);
+        quads[j] = _mm512_and_si512(both, nibble);
+        quads[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+    }
+    for j in 0..8 {
+        let (plane, shift, mask) = match F::BITS {
+            5 => (load(4), j, 0x10),
+            6 => (load(4 + j / 4), 2 * (j % 4), 0x30),
+            _ => return quads,
+        };
+        // The bits' place in the plane, moved to the fifth.
+        let bits = if shift >= 4 {
+            _mm512_srl_epi16(plane, _mm_cvtsi32_si128(shift as i32 - 4))
+        } else {
+            _mm512_sll_epi16(plane, _mm_cvtsi32_si128(4 - shift as i32))
+        };
+        quads[j] = _mm512_or_si512(quads[j], _mm512_and_si512(bits, _mm512_set1_epi8(mask)));
+    }
+    quads
+}
+
+/// # Safety
+/// As [`Panels::unpack`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn unpack<F: Interleaved>(panel: *const u8, n_cols: usize, tile: &mut WeightTile) {
+    tile.reset::<F>(n_cols);
+    let zero = _mm512_set1_epi16(F::ZERO_BITS.map_or(0, |bits| 1 << bits));
+    // Of each quad's bytes the first two, and the last two, as 16-bit integers.
+    let first = _mm512_set1_epi32(0x8001_8000u32 as i32);
+    let second = _mm512_set1_epi32(0x8003_8002u32 as i32);
+    let in_lane = _mm512_broadcast_i32x4(_mm_set_epi32(0x000c_000c, 0x0008_0008, 0x0004_0004, 0));
+    let (first, second) = (_mm512_add_epi8(first, in_lane), _mm512_add_epi8(second, in_lane));
+    let words = tile.words.as_mut_ptr();
+    for span in 0..n_cols / F::LEN {
+        // SAFETY: the span lies inside the panel.
+        let (head, chunks) = unsafe { parts_of_span::<F>(panel, span) };
+        for c in 0..F::LEN / CHUNK {
+            // SAFETY: the chunk lies inside the span; the tile has room for the row's words and scales.
+            unsafe {
+                let chunk = chunks.add(c * F::CHUNK_BYTES);
+                let at = span * F::LEN + c * CHUNK;
+                let quads = quads::<F>(chunk);
+                for j in 0..8 {
+                    let (quad, out) = (quads[j], words.add((at / 2 + 2 * j) * LANES));
+                    let pair = |which| _mm512_sub_epi16(_mm512_shuffle_epi8(quad, which), zero);
+                    _mm512_storeu_si512(out.cast(), pair(first));
+                    _mm512_storeu_si512(out.add(LANES).cast(), pair(second));
+                }
+                let scales = scales::<F>(head, chunk);
+                for g in 0..CHUNK / F::SHARE {
+                    let (scale, min) = scales[g];
+                    let at = (at / F::SHARE + g) * LANES;
+                    _mm512_storeu_ps(tile.scales.as_mut_ptr().add(at), scale);
+                    if F::HAS_MIN {
+                        _mm512_storeu_ps(tile.mins.as_mut_ptr().add(at), min);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`super::super::kernels::Gemm`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub unsafe fn gemm(weights: &WeightTile, n: usize, x: &PackedTile, out: *mut f32, stride: usize) {
+    assert_eq!(weights.n_cols, x.n_cols);
+    macro_rules! by_tokens {
+        ($($t:literal)*) => {
+            match x.n_tokens {
+                // SAFETY: as the caller promises.
+                $($t => unsafe {
+                    match (weights.share, weights.has_min) {
+                        (32, false) => gemm_tile::<$t, 32, false>(weights, n, x, out, stride),
+                        (32, true) => gemm_tile::<$t, 32, true>(weights, n, x, out, stride),
+                        (_, false) => gemm_tile::<$t, 16, false>(weights, n, x, out, stride),
+                        (_, true) => gemm_tile::<$t, 16, true>(weights, n, x, out, stride),
+                    }
+                },)*
+                n => unreachable!("a tile of {n} tokens"),
+            }
+        };
+    }
+    by_tokens!(1 2 3 4 5 6 7 8 9 10 11 12);
+}
+
+/// # Safety
+/// As [`gemm`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool>(
+    weights: &WeightTile,
+    n: usize,
+    x: &PackedTile,
+    out: *mut f32,
+    stride: usize,
+) {
+    let (words, x_words) = (weights.words.as_ptr(), x.words.as_ptr().cast::<i32>());
+    let mut sums = [_mm512_setzero_ps(); T];
+    for g in 0..x.n_cols / SHARE {
+        let mut dots = [_mm512_setzero_si512(); T];
+        for pair in g * SHARE / 2..(g + 1) * SHARE / 2 {
+            // SAFETY: both tiles have n_cols / 2 pairs, and the processor has the instruction set.
+            unsafe {
+                let w = _mm512_loadu_si512(words.add(pair * LANES).cast());
+                let x = x_words.add(pair * T);
+                for t in 0..T {
+                    dots[t] = _mm512_dpwssd_epi32(dots[t], w, _mm512_set1_epi32(*x.add(t)));
+                }
+            }
+        }
+        // SAFETY: there is a scale of the weights for each group, of the activations for every 64.
+        unsafe {
+            let scale = _mm512_loadu_ps(weights.scales.as_ptr().add(g * LANES));
+            let d = x.d.as_ptr().add(g * SHARE / 64 * T);
+            for t in 0..T {
+                let scale = _mm512_mul_ps(scale, _mm512_set1_ps(*d.add(t)));
+                sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, sums[t]);
+            }
+            if MIN {
+                let min = _mm512_loadu_ps(weights.mins.as_ptr().add(g * LANES));
+                let x_sum = x.sum.as_ptr().add(g * SHARE / 16 * T);
+                for t in 0..T {
+                    let whole = if SHARE == 32 { *x_sum.add(t) + *x_sum.add(T + t) } else { *x_sum.add(t) };
+                    sums[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(*d.add(t) * whole as f32), sums[t]);
+                }
+            }
+        }
+    }
+    const { assert!(T <= TOKEN_TILE) };
+    for (t, sums) in sums.iter().enumerate() {
+        // SAFETY: the output has places for n rows of every token.
+        unsafe { _mm512_mask_storeu_ps(out.add(t * stride), lanes(n), *sums) };
+    }
+}

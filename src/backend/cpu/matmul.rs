@@ -1,0 +1,163 @@
+//! Rows of weights times rows of activations: which kernel takes them, by layout and number of tokens. Whatever it is,
+//! the bits are the same.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use crate::backend::Linear;
+use crate::quant::{LANES, Layout};
+
+use super::kernels::{Kernels, Rows};
+use super::operand::{Operand, Packed, TOKEN_TILE, WeightTile};
+use super::pool::Parts;
+
+/// From how many tokens on it pays to unpack weights into 16-bit integers first.
+pub const GEMM_TOKENS: usize = 12;
+/// Rows that a kernel sees at a time when there are several tokens: their weights stay in the second-level cache.
+const ROW_TILE: usize = 32;
+/// Rows of the next tile that memory is asked for while a kernel works on one.
+const AHEAD: usize = 4;
+/// Bytes of unpacked weights that are multiplied with all tokens before the next: they stay in the second-level cache.
+const TILE_BYTES: usize = 512 << 10;
+
+thread_local! {
+    /// Each thread's unpacked weights.
+    static TILES: RefCell<Vec<WeightTile>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The products of one linear layer's rows, or of some of them, with all tokens.
+pub struct Matmul<'a> {
+    pub kernels: &'static Kernels,
+    pub linear: &'a Linear,
+    /// Numbers of the rows wanted; none means all.
+    pub list: Option<&'a [u32]>,
+    pub x: Operand<'a>,
+    /// The activations once more where there are many.
+    pub packed: Option<&'a Packed>,
+    /// (n_tokens, width)
+    pub out: &'a Parts<'a, f32>,
+    pub width: usize,
+}
+
+impl Matmul<'_> {
+    /// Computes columns `columns` of the output; the first is a multiple of [`LANES`].
+    pub fn run(&self, columns: Range<usize>) {
+        let weight = &self.linear.weight;
+        assert_eq!(weight.n_cols(), self.x.n_cols);
+        assert!(columns.start.is_multiple_of(LANES) && columns.end <= self.width);
+        match (self.packed, self.kernels.gemm, weight.layout()) {
+            (Some(packed), Some(_), _) if weight.dtype().is_quantized() => self.gemm(packed, columns),
+            (_, _, Layout::Panels) => self.panels(columns),
+            _ => self.rows(columns),
+        }
+    }
+
+    fn row_of(&self, column: usize) -> usize {
+        self.list.map_or(column, |list| list[column] as usize)
+    }
+
+    /// Takes `n` results of each of `n_tokens` tokens from `first` on, `stride` apart, to columns `column ..`.
+    fn put(&self, results: &[f32], stride: usize, n: usize, first: usize, n_tokens: usize, column: usize) {
+        for (t, results) in results.chunks(stride).take(n_tokens).enumerate() {
+            // SAFETY: callers of `run` keep columns apart.
+            let out = unsafe { self.out.part((first + t) * self.width + column, n) };
+            out.copy_from_slice(&results[..n]);
+            if let Some(bias) = &self.linear.bias {
+                for (i, v) in out.iter_mut().enumerate() {
+                    *v += bias[self.row_of(column + i)];
+                }
+            }
+        }
+    }
+
+    fn rows(&self, columns: Range<usize>) {
+        let (matrix, n_tokens) = (&self.linear.weight, self.x.n_tokens);
+        let (bytes, row_bytes) = (matrix.bytes(), matrix.row_bytes());
+        let dot = self.kernels.dot[matrix.dtype() as usize];
+        let mut pointers = [std::ptr::null(); ROW_TILE + AHEAD];
+        let mut one = [0.0f32; ROW_TILE];
+        let mut many = vec![0.0f32; if n_tokens > 1 { ROW_TILE * n_tokens } else { 0 }];
+        let results = if n_tokens > 1 { &mut many[..] } else { &mut one[..] };
+        for first in columns.clone().step_by(ROW_TILE) {
+            let n = ROW_TILE.min(columns.end - first);
+            let with_next = (n + AHEAD).min(columns.end - first);
+            for (i, p) in pointers[..with_next].iter_mut().enumerate() {
+                *p = bytes[self.row_of(first + i) * row_bytes..][..row_bytes].as_ptr();
+            }
+            let rows = Rows { now: &pointers[..n], next: &pointers[n..with_next] };
+            // SAFETY: the pointers are whole rows of the matrix, `results` holds n_tokens rows of ROW_TILE, and the
+            // table is this processor's.
+            unsafe { dot(rows, &self.x, results.as_mut_ptr(), ROW_TILE) };
+            self.put(results, ROW_TILE, n, 0, n_tokens, first);
+        }
+    }
+
+    /// The bytes of panel `i`.
+    fn panel(&self, i: usize) -> &[u8] {
+        let n = self.linear.weight.panel_bytes().expect("a type that interleaves");
+        &self.linear.weight.bytes()[i * n..][..n]
+    }
+
+    fn panels(&self, columns: Range<usize>) {
+        let dtype = self.linear.weight.dtype();
+        let panels = self.kernels.panels[dtype as usize].expect("panels are made where there are kernels");
+        let mut results = [0.0f32; TOKEN_TILE * LANES];
+        for column in columns.clone().step_by(LANES) {
+            let (panel, n) = (self.panel(column / LANES), LANES.min(columns.end - column));
+            for first in (0..self.x.n_tokens).step_by(TOKEN_TILE) {
+                let n_tokens = TOKEN_TILE.min(self.x.n_tokens - first);
+                let x = self.x.tokens(first, n_tokens);
+                // SAFETY: the panel is whole, `results` has places for a tile, the operand is quantised as the type
+                // is, and the table is this processor's.
+                unsafe { (panels.dot)(panel.as_ptr(), n, &x, results.as_mut_ptr(), LANES) };
+                self.put(&results, LANES, n, first, n_tokens, column);
+            }
+        }
+    }
+
+    fn gemm(&self, packed: &Packed, columns: Range<usize>) {
+        let gemm = self.kernels.gemm.expect("asked before");
+        let tile_bytes = 2 * LANES * self.x.n_cols;
+        let n_tiles = (TILE_BYTES / tile_bytes).max(1);
+        let mut results = [0.0f32; TOKEN_TILE * LANES];
+        TILES.with_borrow_mut(|tiles| {
+            tiles.resize_with(tiles.len().max(n_tiles), WeightTile::default);
+            for block in columns.clone().step_by(n_tiles * LANES) {
+                let starts = (block..columns.end).step_by(LANES).take(n_tiles);
+                for (tile, column) in tiles.iter_mut().zip(starts.clone()) {
+                    self.unpack(column, LANES.min(columns.end - column), tile);
+                }
+                for i in 0..packed.n_tiles() {
+                    let x = packed.tile(i);
+                    for (tile, column) in tiles.iter().zip(starts.clone()) {
+                        let n = LANES.min(columns.end - column);
+                        // SAFETY: `results` has places for a tile of tokens, and the table is this processor's.
+                        unsafe { gemm(tile, n, &x, results.as_mut_ptr(), LANES) };
+                        self.put(&results, LANES, n, x.first, x.n_tokens, column);
+                    }
+                }
+            }
+        });
+    }
+
+    /// Fills `tile` with the `n` rows of columns `column ..`.
+    fn unpack(&self, column: usize, n: usize, tile: &mut WeightTile) {
+        let weight = &self.linear.weight;
+        match weight.layout() {
+            Layout::Panels => {
+                let panels = self.kernels.panels[weight.dtype() as usize];
+                let panel = self.panel(column / LANES).as_ptr();
+                // SAFETY: the panel is whole, the table is this processor's.
+                unsafe { (panels.expect("panels are made where there are kernels").unpack)(panel, weight.n_cols(), tile) };
+            }
+            Layout::Rows => {
+                let mut rows: [&[u8]; LANES] = [&[]; LANES];
+                for (i, row) in rows[..n].iter_mut().enumerate() {
+                    *row = weight.row(self.row_of(column + i));
+                }
+                // SAFETY: the table is this processor's.
+                unsafe { (self.kernels.unpack_rows)(weight.dtype(), &rows[..n], weight.n_cols(), tile) };
+            }
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! How weights lie in memory once a model is loaded: as in the file, turned, or with rows side by side.
+
+use crate::backend::Linear;
+use crate::backend::cpu::kernels::Kernels;
+use crate::backend::cpu::pool::{Parts, Pool, Team};
+use crate::quant::{DType, Layout, Matrix, Pages, encode_q8_0};
+use crate::sparse::Sparsity;
+use crate::sparse::ffn::Down;
+use crate::{Error, Result};
+
+use super::{Layer, Model, Options, Progress};
+
+/// Of the memory that is free, rows side by side may take one part in so many when nobody says.
+const SHARE_OF_FREE: usize = 2;
+/// Panels or neurons that a thread takes at a time.
+const AT_A_TIME: usize = 8;
+
+impl Model {
+    /// Turns down projections for the sparse modes, and puts the rows of matrices that are read in full side by side,
+    /// where the kernels have use for it.
+    pub(super) fn lay_out(
+        &mut self,
+        options: &Options,
+        kernels: &Kernels,
+        pool: &Pool,
+        progress: &mut Progress,
+    ) -> Result<()> {
+        let wanted = |m: &Matrix| m.layout() == Layout::Rows && kernels.panels[m.dtype() as usize].is_some();
+        let mut n_bytes = 0;
+        self.each_whole(&mut |linear| {
+            if wanted(&linear.weight) {
+                n_bytes += panel_bytes(&linear.weight);
+            }
+            Ok(())
+        })?;
+        let fits = available_memory().is_none_or(|free| n_bytes <= free / SHARE_OF_FREE);
+        self.is_interleaved = n_bytes > 0 && options.interleave.unwrap_or(fits);
+        let (sparsity, is_interleaved) = (self.sparsity, self.is_interleaved);
+        let n_layers = self.layers.len();
+        let mut converted = 0;
+        let mut interleave = |linear: &mut Linear| -> Result<()> {
+            if is_interleaved && wanted(&linear.weight) {
+                converted += panel_bytes(&linear.weight);
+                linear.weight = pool.enter(|team| side_by_side(&linear.weight, team))?;
+            }
+            Ok(())
+        };
+        interleave(&mut self.output)?;
+        let mut turned = 0;
+        for (i, layer) in self.layers.iter_mut().enumerate() {
+            if let (true, Down::Outputs(down)) = (sparsity != Sparsity::Dense, &layer.ffn.down) {
+                let neurons = pool.enter(|team| turn(down, team))?;
+                turned += neurons.weight.bytes().len();
+                layer.ffn.down = Down::Neurons(neurons);
+            }
+            layer.each_whole(sparsity, &mut interleave)?;
+            if progress(i + 1, n_layers).is_break() {
+                return Err(Error::Interrupted);
+            }
+        }
+        self.converted_bytes = converted + turned;
+        Ok(())
+    }
+
+    /// Calls `f` with every matrix that is read in full for each token.
+    fn each_whole(&mut self, f: &mut dyn FnMut(&mut Linear) -> Result<()>) -> Result<()> {
+        f(&mut self.output)?;
+        self.layers.iter_mut().try_for_each(|layer| layer.each_whole(self.sparsity, f))
+    }
+}
+
+impl Layer {
+    fn each_whole(&mut self, mode: Sparsity, f: &mut dyn FnMut(&mut Linear) -> Result<()>) -> Result<()> {
+        for linear in [&mut self.qkv.q, &mut self.qkv.k, &mut self.qkv.v, &mut self.attn_output] {
+            f(linear)?;
+        }
+        let ffn = &mut self.ffn;
+        match mode {
+            Sparsity::Predicted => {
+                if let Some(predictor) = &mut ffn.predictor {
+                    f(&mut predictor.fc1)?;
+                    f(&mut predictor.fc2)?;
+                }
+            }
+            Sparsity::Exact => f(ffn.gate.as_mut().unwrap_or(&mut ffn.up))?,
+            Sparsity::Dense => {
+                ffn.gate.as_mut().map_or(Ok(()), &mut *f)?;
+                f(&mut ffn.up)?;
+                if let Down::Outputs(down) = &mut ffn.down {
+                    f(down)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of memory that can be had without pushing anything out, where the system says.
+fn available_memory() -> Option<usize> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    Some(line.split_whitespace().next()?.parse::<usize>().ok()? * 1024)
+}
+
+fn panel_bytes(m: &Matrix) -> usize {
+    m.panel_bytes().expect("a type that interleaves") * m.n_panels()
+}
+
+/// The weights with rows side by side; the file's pages are given back.
+fn side_by_side(weight: &Matrix, team: &Team) -> Result<Matrix> {
+    let size = weight.panel_bytes().expect("a type that interleaves");
+    let mut pages = pages(panel_bytes(weight))?;
+    let parts = Parts::new(pages.as_mut_slice());
+    let n = weight.n_panels();
+    team.run(n.div_ceil(AT_A_TIME), &|c| {
+        for i in c * AT_A_TIME..((c + 1) * AT_A_TIME).min(n) {
+            // SAFETY: each panel is written once.
+            weight.write_panel(i, unsafe { parts.part(i * size, size) });
+        }
+    });
+    weight.release();
+    Ok(weight.with_panels(pages.freeze().map_err(out_of_memory)?))
+}
+
+fn pages(n_bytes: usize) -> Result<Pages> {
+    Pages::zeroed(n_bytes).map_err(out_of_memory)
+}
+
+fn out_of_memory(e: std::io::Error) -> Error {
+    Error::Device { device: "cpu".to_owned(), reason: format!("no memory for the weights: {e}") }
+}
+
+/// A down projection that has an output a row as one that has a neuron a row. Float types stay what they are; quantised
+/// ones, whose blocks run along the other side, become Q8_0, whose error is far below theirs.
+fn turn(down: &Linear, team: &Team) -> Result<Linear> {
+    let w = &down.weight;
+    let (n_embd, n_ff) = (w.n_rows(), w.n_cols());
+    let dtype = match w.dtype() {
+        float @ (DType::F32 | DType::F16 | DType::BF16) => float,
+        _ if n_embd.is_multiple_of(DType::Q8_0.block_len()) => DType::Q8_0,
+        _ => DType::F32,
+    };
+    let row_bytes = dtype.row_bytes(n_embd);
+    let mut pages = pages(n_ff * row_bytes)?;
+    let parts = Parts::new(pages.as_mut_slice());
+    // A band of neurons at a time: of each row only what holds them is read.
+    let band = if w.dtype().is_quantized() { w.dtype().block_len() } else { AT_A_TIME };
+    team.run(n_ff.div_ceil(band), &|c| {
+        let neurons = c * band..((c + 1) * band).min(n_ff);
+        // SAFETY: each band is written once.
+        let out = unsafe { parts.part(neurons.start * row_bytes, neurons.len() * row_bytes) };
+        let bytes = w.dtype().row_bytes(neurons.start)..w.dtype().row_bytes(neurons.end);
+        let strips = (0..n_embd).map(|i| &w.row(i)[bytes.clone()]);
+        if w.dtype().is_quantized() { turn_blocks(w.dtype(), dtype, strips, out) } else { turn_values(dtype, strips, out) }
+    });
+    let weight = Matrix::new(dtype, n_ff, n_embd, pages.freeze().map_err(out_of_memory)?);
+    Ok(Linear { weight, bias: down.bias.clone() })
+}
+
+/// Turns strips of float values: value j of strip i becomes value i of row j.
+fn turn_values<'a>(dtype: DType, strips: impl ExactSizeIterator<Item = &'a [u8]>, out: &mut [u8]) {
+    let (size, n) = (dtype.block_bytes(), strips.len());
+    for (i, strip) in strips.enumerate() {
+        for (j, value) in strip.chunks_exact(size).enumerate() {
+            out[(j * n + i) * size..][..size].copy_from_slice(value);
+        }
+    }
+}
+
+/// Turns strips of one block each.
+fn turn_blocks<'a>(from: DType, to: DType, strips: impl ExactSizeIterator<Item = &'a [u8]>, out: &mut [u8]) {
+    let n = strips.len();
+    let mut decoded = vec![0.0f32; from.block_len()];
+    let mut values = vec![0.0f32; from.block_len() * n]; // (neuron, n_embd)
+    for (i, strip) in strips.enumerate() {
+        crate::quant::decode(from, strip, &mut decoded);
+        for (j, v) in decoded.iter().enumerate() {
+            values[j * n + i] = *v;
+        }
+    }
+    for (row, values) in out.chunks_exact_mut(to.row_bytes(n)).zip(values.chunks_exact(n)) {
+        match to {
+            DType::Q8_0 => encode_q8_0(values, row),
+            _ => row.as_chunks_mut::<4>().0.iter_mut().zip(values).for_each(|(b, v)| *b = v.to_le_bytes()),
+        }
+    }
+}

@@ -9,7 +9,7 @@ use crate::gguf::Gguf;
 use crate::model::kv_cache::Sequence;
 use crate::{Error, Result};
 
-const MAGIC: &[u8; 8] = b"PIRSSEQ1";
+const MAGIC: &[u8; 8] = b"PIRSSEQ2";
 const HEADER: usize = 8 + 8 + 6 * 4 + 8;
 
 /// A number for a model's identity: its tensors' names, types and shapes, and the first bytes of each.

@@ -41,7 +41,7 @@ impl Model {
         let mut interleave = |linear: &mut Linear| -> Result<()> {
             if is_interleaved && wanted(&linear.weight) {
                 converted += panel_bytes(&linear.weight);
-                linear.weight = pool.enter(|team| side_by_side(&linear.weight, team))?;
+                linear.weight = pool.enter(|team| side_by_side(&linear.weight, kernels, team))?;
             }
             Ok(())
         };
@@ -107,15 +107,15 @@ fn panel_bytes(m: &Matrix) -> usize {
 }
 
 /// The weights with rows side by side; the file's pages are given back.
-fn side_by_side(weight: &Matrix, team: &Team) -> Result<Matrix> {
+fn side_by_side(weight: &Matrix, kernels: &Kernels, team: &Team) -> Result<Matrix> {
     let size = weight.panel_bytes().expect("a type that interleaves");
     let mut pages = pages(panel_bytes(weight))?;
     let parts = Parts::new(pages.as_mut_slice());
     let n = weight.n_panels();
     team.run(n.div_ceil(AT_A_TIME), &|c| {
         for i in c * AT_A_TIME..((c + 1) * AT_A_TIME).min(n) {
-            // SAFETY: each panel is written once.
-            weight.write_panel(i, unsafe { parts.part(i * size, size) });
+            // SAFETY: each panel is written once; the table is this processor's.
+            unsafe { (kernels.interleave)(weight.dtype(), &weight.panel_rows(i), parts.part(i * size, size)) };
         }
     });
     weight.release();

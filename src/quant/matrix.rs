@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use memmap2::{Mmap, MmapMut};
 
-use super::{DType, LANES, decode, interleave, panel_bytes};
+use super::{DType, LANES, decode, panel_bytes};
 
 /// What holds the bytes of one file or one converted matrix.
 pub enum Source {
@@ -170,11 +170,9 @@ impl Matrix {
         panel_bytes(self.dtype, self.n_cols)
     }
 
-    /// Writes panel `i` of these rows into `out`, [`Matrix::panel_bytes`] zeros.
-    pub fn write_panel(&self, i: usize, out: &mut [u8]) {
-        let end = self.n_rows.min((i + 1) * LANES);
-        let rows: Vec<&[u8]> = (i * LANES..end).map(|r| self.row(r)).collect();
-        interleave(self.dtype, &rows, out);
+    /// The rows of panel `i`.
+    pub fn panel_rows(&self, i: usize) -> Vec<&[u8]> {
+        (i * LANES..self.n_rows.min((i + 1) * LANES)).map(|r| self.row(r)).collect()
     }
 
     /// The same weights, their panels being `bytes`. Panics where those aren't as long as all panels.

@@ -1,4 +1,9 @@
-//! Attention over the cache's blocks: of one token, one group of heads at a time.
+//! Attention over the cache's blocks, for a few tokens of a sequence and the query heads of one key head at a time.
+//!
+//! In a block, a head's keys lie by dimension (dim, token), its values by token (token, dim): in both, what lies side by
+//! side is what a register holds side by side, so scores need no sums across lanes. Q8_0 keys have, for every 32
+//! dimensions, the tokens' scales before their bytes. A row of scores is kept whole, so a query's softmax and sums have one
+//! order whoever is computed beside it.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -6,11 +11,40 @@ use half::slice::HalfFloatSliceExt;
 use crate::backend::{KV_BLOCK, KvShape, Place};
 use crate::quant::{DType, encode_q8_0};
 
-use super::kernels::{Kernels, Rows};
-use super::operand::{Operand, Quantized};
+use super::kernels::Kernels;
 
-/// Writes one head's keys or values as the cache holds them.
-pub fn encode_kv(dtype: DType, x: &[f32], out: &mut [u8]) {
+/// Bytes of scores that a tile of queries may have: they stay in the second-level cache.
+const SCORE_BYTES: usize = 256 << 10;
+/// The most tokens in a tile.
+const TILE_TOKENS: usize = 16;
+
+/// Writes one head's key of the token that is `slot` in its block, where `keys` is the head's part of the block.
+pub fn store_key(dtype: DType, x: &[f32], slot: usize, keys: &mut [u8]) {
+    match dtype {
+        DType::F32 => {
+            let column = keys.as_chunks_mut::<4>().0.iter_mut().skip(slot).step_by(KV_BLOCK);
+            column.zip(x).for_each(|(o, v)| *o = v.to_le_bytes());
+        }
+        DType::Q8_0 => {
+            let mut block = [0u8; 34];
+            for (x, keys) in x.chunks_exact(32).zip(keys.chunks_exact_mut(34 * KV_BLOCK)) {
+                encode_q8_0(x, &mut block);
+                let (scales, bytes) = keys.split_at_mut(2 * KV_BLOCK);
+                scales[2 * slot..][..2].copy_from_slice(&block[..2]);
+                bytes[slot..].iter_mut().step_by(KV_BLOCK).zip(&block[2..]).for_each(|(o, v)| *o = *v);
+            }
+        }
+        _ => {
+            let column = keys.as_chunks_mut::<2>().0.iter_mut().skip(slot).step_by(KV_BLOCK);
+            column.zip(x).for_each(|(o, v)| *o = f16::from_f32(*v).to_le_bytes());
+        }
+    }
+}
+
+/// Writes one head's value of the token that is `slot` in its block.
+pub fn store_value(dtype: DType, x: &[f32], slot: usize, values: &mut [u8]) {
+    let row_bytes = dtype.row_bytes(x.len());
+    let out = &mut values[slot * row_bytes..][..row_bytes];
     match dtype {
         DType::F32 => out.as_chunks_mut::<4>().0.iter_mut().zip(x).for_each(|(o, v)| *o = v.to_le_bytes()),
         DType::Q8_0 => encode_q8_0(x, out),
@@ -27,64 +61,96 @@ pub fn encode_kv(dtype: DType, x: &[f32], out: &mut [u8]) {
     }
 }
 
-/// Attention of the query heads that share key and value head `head`, for one token.
-pub fn attend_group(
-    kernels: &Kernels,
-    shape: &KvShape,
-    layer: usize,
-    head: usize,
-    q: &[f32],
-    place: &Place<Vec<u8>>,
-    out: &mut [f32],
-) {
-    let dim = shape.head_dim;
-    let group = q.len() / dim;
-    let n_keys = place.position + 1;
-    let mut quantized = Quantized::default();
-    if shape.dtype.is_quantized() {
-        quantized.resize(group, dim);
-        let rows = quantized.parts();
-        for (h, q) in q.chunks_exact(dim).enumerate() {
-            // SAFETY: each head has its own row; the table is this processor's.
-            unsafe { (kernels.quantize)(q, &mut rows.row(h)) };
+/// How many tokens from place `start` on can share a tile: those that follow one another in one sequence.
+pub fn tile_len<B>(places: &[Place<B>], start: usize, n_heads: usize) -> usize {
+    let first = &places[start];
+    let follows = |(i, p): (usize, &Place<B>)| {
+        std::ptr::eq(p.blocks, first.blocks) && p.position == first.position + i
+    };
+    let room = (SCORE_BYTES / 4 / n_heads / (first.position + TILE_TOKENS).next_multiple_of(KV_BLOCK)).max(1);
+    let run = places[start..].iter().enumerate().take_while(|(i, p)| follows((*i, p))).count();
+    run.min(room).min(TILE_TOKENS)
+}
+
+/// A tile's queries: `n_tokens` from `places[0]` on that follow one another, with `n_heads` heads each.
+pub struct Tile<'a> {
+    pub kernels: &'static Kernels,
+    pub shape: &'a KvShape,
+    pub layer: usize,
+    /// The key and value head they share.
+    pub head: usize,
+    pub places: &'a [Place<'a, Vec<u8>>],
+    pub n_heads: usize,
+}
+
+impl Tile<'_> {
+    /// The part of block `b` that is this head's keys, or values.
+    fn part(&self, b: usize, is_value: bool) -> (DType, &[u8]) {
+        let dtype = self.shape.dtype_of(b);
+        let row_bytes = dtype.row_bytes(self.shape.head_dim);
+        let start = self.shape.first_row(self.layer, is_value, self.head) * row_bytes;
+        (dtype, &self.places[0].blocks[b][start..][..KV_BLOCK * row_bytes])
+    }
+
+    /// Attention of queries `q` (n_tokens, n_heads, head_dim) into `out`, of the same shape.
+    pub fn attend(&self, q: &[f32], out: &mut [f32]) {
+        let (dim, k) = (self.shape.head_dim, self.kernels);
+        let (n_tokens, first) = (self.places.len(), self.places[0].position);
+        let n_keys = first + n_tokens;
+        let stride = n_keys.next_multiple_of(KV_BLOCK);
+        let mut scores = vec![0.0f32; n_tokens * self.n_heads * stride]; // (n_tokens, n_heads, stride)
+        let mut decoded = vec![0.0f32; KV_BLOCK * dim];
+        // The first token that sees something of a block that starts at key `start`.
+        let first_token = |start: usize| start.saturating_sub(first);
+        for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
+            let (dtype, keys) = self.part(b, false);
+            decode_keys(k, dtype, keys, &mut decoded);
+            let from = first_token(start) * self.n_heads;
+            // SAFETY: the table is this processor's.
+            unsafe { (k.scores)(&decoded, &q[from * dim..], dim, &mut scores[from * stride + start..], stride) };
+        }
+        for (i, scores) in scores.chunks_exact_mut(stride).enumerate() {
+            let n = first + i / self.n_heads + 1;
+            // SAFETY: the table is this processor's.
+            unsafe { (k.softmax)(&mut scores[..n], 1.0 / (dim as f32).sqrt()) };
+        }
+        out.fill(0.0);
+        for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
+            let (dtype, values) = self.part(b, true);
+            // SAFETY: the table is this processor's.
+            unsafe { (k.decode)(dtype, values, &mut decoded) };
+            let mut mix = |tokens: std::ops::Range<usize>, n: usize| {
+                let rows = tokens.start * self.n_heads..tokens.end * self.n_heads;
+                let (scores, out) = (&scores[rows.start * stride + start..], &mut out[rows.start * dim..rows.end * dim]);
+                // SAFETY: the table is this processor's.
+                unsafe { (k.mix)(&decoded[..n * dim], scores, stride, dim, out) };
+            };
+            // Tokens that see all of the block, and those that see a part: each its own.
+            let whole = (start + KV_BLOCK - 1).saturating_sub(first).min(n_tokens);
+            for t in first_token(start)..whole {
+                mix(t..t + 1, first + t + 1 - start);
+            }
+            if whole < n_tokens {
+                mix(whole..n_tokens, KV_BLOCK);
+            }
         }
     }
-    let operand = Operand { n_cols: dim, first: 0, n_tokens: group, values: q, quantized: Some(&quantized) };
-    // Of block b its type, the length of a row, and the rows of this head.
-    let rows = |b: usize, is_value: bool| {
-        let dtype = shape.dtype_of(b);
-        let row_bytes = dtype.row_bytes(dim);
-        let start = shape.first_row(layer, is_value, head) * row_bytes;
-        (dtype, row_bytes, &place.blocks[b][start..][..KV_BLOCK * row_bytes])
-    };
-    let mut scores = vec![0.0f32; group * n_keys]; // (group, n_keys)
-    for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
-        let n = KV_BLOCK.min(n_keys - start);
-        let (dtype, row_bytes, keys) = rows(b, false);
-        let pointers: [*const u8; KV_BLOCK] = std::array::from_fn(|i| keys[i * row_bytes..].as_ptr());
-        let out = scores[start..].as_mut_ptr();
-        // SAFETY: the rows lie inside the block, `scores` has a place for each key and head, and the table is this
-        // processor's.
-        unsafe {
-            (kernels.dot[dtype as usize])(Rows { now: &pointers[..n], next: &[] }, &operand, out, n_keys)
-        };
-    }
-    for scores in scores.chunks_exact_mut(n_keys) {
+}
+
+/// Decodes a head's keys into (dim, token).
+fn decode_keys(kernels: &Kernels, dtype: DType, keys: &[u8], out: &mut [f32]) {
+    if dtype != DType::Q8_0 {
         // SAFETY: the table is this processor's.
-        unsafe { (kernels.softmax)(scores, 1.0 / (dim as f32).sqrt()) };
+        return unsafe { (kernels.decode)(dtype, keys, out) };
     }
-    out.fill(0.0);
-    let mut value = vec![0.0f32; dim];
-    for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
-        let n = KV_BLOCK.min(n_keys - start);
-        let (dtype, row_bytes, values) = rows(b, true);
-        for (i, row) in values.chunks_exact(row_bytes).take(n).enumerate() {
-            // SAFETY: the table is this processor's.
-            unsafe {
-                (kernels.decode)(dtype, row, &mut value);
-                for (h, out) in out.chunks_exact_mut(dim).enumerate() {
-                    (kernels.axpy_f32)(scores[h * n_keys + start + i], &value, out);
-                }
+    let mut scales = [0.0f32; KV_BLOCK];
+    for (keys, out) in keys.chunks_exact(34 * KV_BLOCK).zip(out.chunks_exact_mut(32 * KV_BLOCK)) {
+        let (halves, bytes) = keys.split_at(2 * KV_BLOCK);
+        // SAFETY: the table is this processor's.
+        unsafe { (kernels.decode)(DType::F16, halves, &mut scales) };
+        for (bytes, out) in bytes.chunks_exact(KV_BLOCK).zip(out.chunks_exact_mut(KV_BLOCK)) {
+            for ((o, b), scale) in out.iter_mut().zip(bytes).zip(&scales) {
+                *o = *b as i8 as f32 * scale;
             }
         }
     }

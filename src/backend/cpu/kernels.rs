@@ -61,6 +61,7 @@ pub struct Kernels {
     pub panels: [Option<Panels>; DType::ALL.len()],
     /// For many tokens, where the instruction set has it.
     pub gemm: Option<Gemm>,
+    pub interleave: unsafe fn(dtype: DType, rows: &[&[u8]], out: &mut [u8]),
     pub unpack_rows: UnpackRows,
     pub quantize: unsafe fn(x: &[f32], out: &mut QRowMut),
     pub axpy: unsafe fn(dtype: DType, a: f32, row: &[u8], out: &mut [f32]),
@@ -68,6 +69,10 @@ pub struct Kernels {
     pub decode: unsafe fn(dtype: DType, bytes: &[u8], out: &mut [f32]),
     pub rms_norm: unsafe fn(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]),
     pub layer_norm: LayerNorm,
+    /// See `portable::scores`.
+    pub scores: unsafe fn(keys: &[f32], queries: &[f32], dim: usize, out: &mut [f32], stride: usize),
+    /// See `portable::mix`.
+    pub mix: unsafe fn(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]),
     pub softmax: unsafe fn(x: &mut [f32], scale: f32),
     pub silu: unsafe fn(x: &mut [f32]),
     pub gelu: unsafe fn(x: &mut [f32]),
@@ -105,6 +110,7 @@ macro_rules! table {
                 panels
             },
             gemm: $gemm,
+            interleave: instance::interleave,
             unpack_rows: instance::unpack_rows,
             quantize: instance::quantize,
             axpy: along::axpy,
@@ -112,6 +118,8 @@ macro_rules! table {
             decode: along::decode,
             rms_norm: instance::rms_norm,
             layer_norm: instance::layer_norm,
+            scores: instance::scores,
+            mix: instance::mix,
             softmax: instance::softmax,
             silu: instance::silu,
             gelu: instance::gelu,

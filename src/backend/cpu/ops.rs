@@ -8,7 +8,7 @@ use crate::backend::{
 };
 use crate::quant::{LANES, Matrix};
 
-use super::attention::{attend_group, encode_kv};
+use super::attention::{Tile, store_key, store_value, tile_len};
 use super::fetch;
 use super::kernels::Kernels;
 use super::matmul::{GEMM_TOKENS, Matmul};
@@ -21,6 +21,8 @@ const NEURONS_AHEAD: usize = 3;
 const CHUNK_BYTES: usize = 16 << 10;
 /// The least values worth a chunk of element-wise work.
 const CHUNK_VALUES: usize = 4096;
+/// Chunks a thread that make a fair share likely.
+const CHUNKS_A_THREAD: usize = 4;
 /// The most chunks that attention is cut into.
 const MAX_CHUNKS: usize = 1 << 16;
 /// Columns of a row that are decoded at a time.
@@ -80,7 +82,7 @@ impl<'a> Cpu<'a> {
 
     /// Rows a chunk takes out of `n_rows` of `row_bytes`.
     fn rows_per_chunk(&self, n_rows: usize, row_bytes: usize, n_tokens: usize) -> usize {
-        let fair = n_rows.div_ceil(4 * self.team.n_threads());
+        let fair = n_rows.div_ceil(CHUNKS_A_THREAD * self.team.n_threads());
         let worthwhile = CHUNK_BYTES.div_ceil(row_bytes * n_tokens.min(4));
         fair.max(worthwhile).next_multiple_of(LANES)
     }
@@ -370,12 +372,13 @@ impl Backend for Cpu<'_> {
         position: usize,
     ) {
         let dtype = shape.dtype_of(position / KV_BLOCK);
-        let (dim, row_bytes) = (shape.head_dim, dtype.row_bytes(shape.head_dim));
-        let width = shape.n_kv_heads * dim;
+        let (dim, slot) = (shape.head_dim, position % KV_BLOCK);
+        let (width, row_bytes) = (shape.n_kv_heads * dim, dtype.row_bytes(dim));
         for (is_value, x) in [(false, k), (true, v)] {
             for (head, x) in x[token * width..][..width].chunks_exact(dim).enumerate() {
-                let row = shape.first_row(layer, is_value, head) + position % KV_BLOCK;
-                encode_kv(dtype, x, &mut block[row * row_bytes..][..row_bytes]);
+                let start = shape.first_row(layer, is_value, head) * row_bytes;
+                let part = &mut block[start..][..KV_BLOCK * row_bytes];
+                if is_value { store_value(dtype, x, slot, part) } else { store_key(dtype, x, slot, part) }
             }
         }
     }
@@ -388,20 +391,38 @@ impl Backend for Cpu<'_> {
         places: &[Place<Vec<u8>>],
         out: &mut Vec<f32>,
     ) {
-        let width = q.len() / places.len();
-        let group = width / shape.head_dim / shape.n_kv_heads;
+        let (dim, width) = (shape.head_dim, q.len() / places.len());
+        let group = width / dim / shape.n_kv_heads;
+        let mut tiles = Vec::new();
+        let mut start = 0;
+        while start < places.len() {
+            let n = tile_len(places, start, group);
+            tiles.push(start..start + n);
+            start += n;
+        }
+        // The heads of a group share decoding keys and values, unless that leaves threads without work.
+        let shared = tiles.len() * shape.n_kv_heads >= CHUNKS_A_THREAD * self.team.n_threads();
+        let n_heads = if shared { group } else { 1 };
+        let parts = width / dim / n_heads;
         out.resize(q.len(), 0.0);
         let out = Parts::new(out);
-        let group_width = group * shape.head_dim;
-        let n = places.len() * shape.n_kv_heads;
+        let n = tiles.len() * parts;
         let size = n.div_ceil(MAX_CHUNKS);
         self.team.run(n.div_ceil(size), &|chunk| {
+            let (mut queries, mut results) = (Vec::new(), Vec::new());
             for c in chunk * size..((chunk + 1) * size).min(n) {
-                let (t, head) = (c / shape.n_kv_heads, c % shape.n_kv_heads);
-                let at = t * width + head * group_width;
-                // SAFETY: each token and group of heads has its own values.
-                let out = unsafe { out.part(at, group_width) };
-                attend_group(self.kernels, shape, layer, head, &q[at..][..group_width], &places[t], out);
+                let (tokens, part) = (tiles[c / parts].clone(), c % parts);
+                let at = |t: usize| t * width + part * n_heads * dim;
+                queries.clear();
+                tokens.clone().for_each(|t| queries.extend_from_slice(&q[at(t)..][..n_heads * dim]));
+                results.resize(queries.len(), 0.0);
+                let head = part * n_heads / group;
+                let places = &places[tokens.clone()];
+                Tile { kernels: self.kernels, shape, layer, head, places, n_heads }.attend(&queries, &mut results);
+                for (t, results) in tokens.zip(results.chunks_exact(n_heads * dim)) {
+                    // SAFETY: each token and group of heads has its own values.
+                    unsafe { out.part(at(t), n_heads * dim) }.copy_from_slice(results);
+                }
             }
         });
     }

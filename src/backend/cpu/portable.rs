@@ -1,6 +1,7 @@
 //! Operations that plain Rust says best. Each instruction set compiles them for itself (`instantiate!`), so that the
 //! compiler vectorises them for it; nothing here fuses or reorders sums, so all of them give the same bits.
 
+use crate::backend::KV_BLOCK;
 use crate::quant::{self, Block, DType, GROUP, Groups, LANES, decode_block};
 use crate::with_block;
 
@@ -163,6 +164,100 @@ pub fn softmax(x: &mut [f32], scale: f32) {
     }
 }
 
+/// `a * b + c`, in one rounding where the processor has an instruction for it.
+#[inline(always)]
+fn multiply_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
+    if FUSED { a.mul_add(b, c) } else { a * b + c }
+}
+
+/// The dot products of 32 keys, `keys` being (dim, 32), with each of the queries, (n, dim), into rows of `out` that are
+/// `stride` apart.
+#[inline(always)]
+pub fn scores<const FUSED: bool>(keys: &[f32], queries: &[f32], dim: usize, out: &mut [f32], stride: usize) {
+    let mut rows = queries.chunks_exact(dim);
+    let mut row = 0;
+    while rows.len() > 0 {
+        let n = if rows.len() >= 4 { 4 } else { 1 };
+        let mut take = || rows.next().expect("counted");
+        if n == 4 {
+            let sums = score_rows::<FUSED, 4>(keys, [take(), take(), take(), take()]);
+            sums.iter().enumerate().for_each(|(i, s)| out[(row + i) * stride..][..KV_BLOCK].copy_from_slice(s));
+        } else {
+            let [sums] = score_rows::<FUSED, 1>(keys, [take()]);
+            out[row * stride..][..KV_BLOCK].copy_from_slice(&sums);
+        }
+        row += n;
+    }
+}
+
+#[inline(always)]
+fn score_rows<const FUSED: bool, const N: usize>(keys: &[f32], q: [&[f32]; N]) -> [[f32; KV_BLOCK]; N] {
+    let mut sums = [[0.0f32; KV_BLOCK]; N];
+    for (d, keys) in keys.as_chunks::<KV_BLOCK>().0.iter().enumerate() {
+        for n in 0..N {
+            let q = q[n][d];
+            for (s, k) in sums[n].iter_mut().zip(keys) {
+                *s = multiply_add::<FUSED>(q, *k, *s);
+            }
+        }
+    }
+    sums
+}
+
+/// Adds to each row of `out`, (n, dim), the rows of `values`, (n_keys, dim), times the row's weights, which begin `stride`
+/// apart.
+#[inline(always)]
+pub fn mix<const FUSED: bool>(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]) {
+    let n = out.len() / dim;
+    for start in (0..n).step_by(4) {
+        let rows = &mut out[start * dim..];
+        if n - start >= 4 {
+            mix_rows::<FUSED, 4>(values, std::array::from_fn(|i| &weights[(start + i) * stride..]), dim, rows);
+        } else {
+            for i in 0..n - start {
+                mix_rows::<FUSED, 1>(values, [&weights[(start + i) * stride..]], dim, &mut rows[i * dim..]);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn mix_rows<const FUSED: bool, const N: usize>(
+    values: &[f32],
+    weights: [&[f32]; N],
+    dim: usize,
+    out: &mut [f32],
+) {
+    const COLUMNS: usize = 32;
+    let mut column = 0;
+    while column + COLUMNS <= dim {
+        let mut sums = [[0.0f32; COLUMNS]; N];
+        for n in 0..N {
+            sums[n].copy_from_slice(&out[n * dim + column..][..COLUMNS]);
+        }
+        for (k, row) in values.chunks_exact(dim).enumerate() {
+            let row: &[f32; COLUMNS] = row[column..].first_chunk().expect("as many columns");
+            for n in 0..N {
+                let w = weights[n][k];
+                for (s, v) in sums[n].iter_mut().zip(row) {
+                    *s = multiply_add::<FUSED>(w, *v, *s);
+                }
+            }
+        }
+        for n in 0..N {
+            out[n * dim + column..][..COLUMNS].copy_from_slice(&sums[n]);
+        }
+        column += COLUMNS;
+    }
+    for (k, row) in values.chunks_exact(dim).enumerate() {
+        for n in 0..N {
+            for (s, v) in out[n * dim..][column..dim].iter_mut().zip(&row[column..]) {
+                *s = multiply_add::<FUSED>(weights[n][k], *v, *s);
+            }
+        }
+    }
+}
+
 /// `x * sigmoid(x)`
 #[inline(always)]
 pub fn silu(x: &mut [f32]) {
@@ -208,6 +303,12 @@ pub fn dot_block<B: Block>(row: &[u8], x: &QRow) -> f32 {
     total
 }
 
+/// Writes rows side by side.
+#[inline(always)]
+pub fn interleave(dtype: DType, rows: &[&[u8]], out: &mut [u8]) {
+    quant::interleave(dtype, rows, out);
+}
+
 /// Fills `tile` from rows of blocks, at most sixteen: those it hasn't got are zeros.
 #[inline(always)]
 pub fn unpack_rows(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile) {
@@ -249,6 +350,7 @@ macro_rules! instantiate {
             use crate::backend::cpu::portable as p;
             use crate::quant::DType;
             $crate::backend::cpu::portable::instantiate!(@each [$(#[$feature])?];
+                interleave(dtype: DType, rows: &[&[u8]], out: &mut [u8]);
                 unpack_rows(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile);
                 quantize(x: &[f32], out: &mut QRowMut);
                 rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]);
@@ -256,6 +358,10 @@ macro_rules! instantiate {
                 softmax(x: &mut [f32], scale: f32);
                 silu(x: &mut [f32]);
                 gelu(x: &mut [f32]);
+            );
+            $crate::backend::cpu::portable::instantiate!(@fused [$(#[$feature])?];
+                scores(keys: &[f32], queries: &[f32], dim: usize, out: &mut [f32], stride: usize);
+                mix(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]);
             );
         }
     };
@@ -270,6 +376,12 @@ macro_rules! instantiate {
                 decode(dtype: DType, bytes: &[u8], out: &mut [f32]);
             );
         }
+    };
+    (@fused [] ; $($name:ident($($arg:ident: $type:ty),*);)*) => {
+        $(pub unsafe fn $name($($arg: $type),*) { p::$name::<false>($($arg),*) })*
+    };
+    (@fused [#[$feature:meta]] ; $($name:ident($($arg:ident: $type:ty),*);)*) => {
+        $(#[$feature] pub unsafe fn $name($($arg: $type),*) { p::$name::<true>($($arg),*) })*
     };
     (@each [] ; $($name:ident($($arg:ident: $type:ty),*);)*) => {
         $(pub unsafe fn $name($($arg: $type),*) { p::$name($($arg),*) })*

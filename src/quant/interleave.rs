@@ -116,9 +116,11 @@ pub fn interleave(dtype: DType, rows: &[&[u8]], out: &mut [u8]) {
 #[inline(always)]
 fn interleave_blocks<B: Interleaved>(rows: &[&[u8]], out: &mut [u8]) {
     let mut groups = Groups::new();
-    for (lane, row) in rows.iter().enumerate() {
-        for (block, out) in row.chunks_exact(B::BYTES).zip(out.chunks_exact_mut(B::SPAN_BYTES)) {
-            let (head, chunks) = out.split_at_mut(LANES * 2 * B::HEAD);
+    // Block by block: what is written to stays in the first-level cache, and the rows are streams.
+    for (b, out) in out.chunks_exact_mut(B::SPAN_BYTES).enumerate() {
+        let (head, chunks) = out.split_at_mut(LANES * 2 * B::HEAD);
+        for (lane, row) in rows.iter().enumerate() {
+            let block = &row[b * B::BYTES..][..B::BYTES];
             for (i, value) in B::head(block).iter().enumerate().take(B::HEAD) {
                 head[2 * (i * LANES + lane)..][..2].copy_from_slice(&value.to_le_bytes());
             }
@@ -129,9 +131,12 @@ fn interleave_blocks<B: Interleaved>(rows: &[&[u8]], out: &mut [u8]) {
                     side[B::SIDE_BYTES * (i * LANES + lane)..][..B::SIDE_BYTES]
                         .copy_from_slice(&value.to_le_bytes()[..B::SIDE_BYTES]);
                 }
-                let q: &[i8; CHUNK] = groups.q[c * CHUNK..].first_chunk().expect("a whole chunk");
                 let zero = B::ZERO_BITS.map_or(0, |bits| 1u8 << bits);
-                put_weights(B::BITS, &q.map(|q| (q as u8).wrapping_add(zero)), lane, weights);
+                let mut u = [0u8; CHUNK];
+                for (u, q) in u.iter_mut().zip(&groups.q[c * CHUNK..]) {
+                    *u = (*q as u8).wrapping_add(zero);
+                }
+                put_weights(B::BITS, &u, lane, weights);
             }
         }
     }
@@ -148,7 +153,10 @@ fn put_weights(bits: usize, u: &[u8; CHUNK], lane: usize, out: &mut [u8]) {
         }
         return;
     }
-    let low: [u8; 16] = std::array::from_fn(|i| u[i] & 0x0f | u[i + 16] << 4);
+    let mut low = [0u8; 16];
+    for i in 0..16 {
+        low[i] = u[i] & 0x0f | u[i + 16] << 4;
+    }
     for (j, quad) in low.as_chunks::<4>().0.iter().enumerate() {
         out[j * LANES + lane] = *quad;
     }

@@ -73,6 +73,8 @@ pub struct Kernels {
     pub scores: unsafe fn(keys: &[f32], queries: &[f32], dim: usize, out: &mut [f32], stride: usize),
     /// See `portable::mix`.
     pub mix: unsafe fn(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]),
+    /// See `portable::mix_picks`.
+    pub mix_picks: unsafe fn(values: &[f32], first: u32, picks: &[(u32, f32)], out: &mut [f32]),
     pub softmax: unsafe fn(x: &mut [f32], scale: f32),
     pub silu: unsafe fn(x: &mut [f32]),
     pub gelu: unsafe fn(x: &mut [f32]),
@@ -120,6 +122,7 @@ macro_rules! table {
             layer_norm: instance::layer_norm,
             scores: instance::scores,
             mix: instance::mix,
+            mix_picks: instance::mix_picks,
             softmax: instance::softmax,
             silu: instance::silu,
             gelu: instance::gelu,

@@ -2,7 +2,8 @@
 //! [`Backend`](super::Backend) made of both.
 //!
 //! `kernels` picks an instruction set; `scalar`, `avx2`, `avx512` and `neon` repeat the same names; `portable` is what
-//! plain Rust says best for all of them. `pool` shares an operation among threads; `ops`, `matmul` and `attention` are the verbs.
+//! plain Rust says best for all of them. `pool` shares an operation among threads; `ops`, `matmul`, `row_sum` and
+//! `attention` are the verbs.
 
 mod attention;
 #[cfg(target_arch = "x86_64")]
@@ -18,6 +19,7 @@ pub mod operand;
 mod ops;
 pub mod pool;
 mod portable;
+mod row_sum;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -9,14 +9,12 @@ use crate::backend::{
 use crate::quant::{LANES, Matrix};
 
 use super::attention::{Tile, store_key, store_value, tile_len};
-use super::fetch;
 use super::kernels::Kernels;
 use super::matmul::{GEMM_TOKENS, Matmul};
 use super::operand::{Operand, Packed, Quantized};
 use super::pool::{Parts, Team};
+use super::row_sum::RowSum;
 
-/// How far ahead memory is asked for a neuron's row.
-const NEURONS_AHEAD: usize = 3;
 /// The least bytes of weights worth a chunk of their own.
 const CHUNK_BYTES: usize = 16 << 10;
 /// The least values worth a chunk of element-wise work.
@@ -25,8 +23,6 @@ const CHUNK_VALUES: usize = 4096;
 const CHUNKS_A_THREAD: usize = 4;
 /// The most chunks that attention is cut into.
 const MAX_CHUNKS: usize = 1 << 16;
-/// Columns of a row that are decoded at a time.
-const COLUMN_TILE: usize = 256;
 
 /// The processor during one forward pass.
 pub struct Cpu<'a> {
@@ -187,54 +183,29 @@ impl Backend for Cpu<'_> {
         n_tokens: usize,
         out: &mut Vec<f32>,
     ) -> usize {
-        let w = &linear.weight;
-        let (width, n_active) = (w.n_cols(), neurons.list.len());
+        let (width, n_active) = (linear.weight.n_cols(), neurons.list.len());
         out.resize(n_tokens * width, 0.0);
-        // Only the rows that some token needs are read, or asked for.
-        let needed: Vec<usize> =
-            (0..n_active).filter(|i| (0..n_tokens).any(|t| h[t * n_active + i] != 0.0)).collect();
-        self.bytes_read += (needed.len() * w.row_bytes()) as u64;
+        // Of each token what isn't zero, by its place in the list.
+        let mut picks: Vec<Vec<(u32, f32)>> = vec![Vec::new(); n_tokens];
+        let parts = Parts::new(&mut picks);
+        self.for_rows(n_tokens, n_active, &|t| {
+            let h = h[t * n_active..][..n_active].iter().enumerate();
+            // SAFETY: each token has its own list.
+            let picks = unsafe { parts.part(t, 1) };
+            picks[0].extend(h.filter(|(_, h)| **h != 0.0).map(|(i, h)| (i as u32, *h)));
+        });
+        let sum = RowSum { kernels: self.kernels, linear, list: &neurons.list, picks: &picks };
+        self.bytes_read += (sum.n_needed() * linear.weight.row_bytes()) as u64;
         // A column's sum runs over the neurons in order wherever the columns are cut.
-        let tile = COLUMN_TILE.max(w.dtype().block_len());
-        let columns = width.div_ceil(self.team.n_threads() * if n_tokens > 1 { 4 } else { 1 });
-        let columns = columns.next_multiple_of(tile);
+        let n_chunks = self.team.n_threads() * if n_tokens > 1 { CHUNKS_A_THREAD } else { 1 };
+        let columns = width.div_ceil(n_chunks).next_multiple_of(sum.column_unit());
         let out = Parts::new(out);
-        let (kernels, dtype) = (self.kernels, w.dtype());
         self.team.run(width.div_ceil(columns), &|c| {
             let (start, end) = (c * columns, ((c + 1) * columns).min(width));
-            let bytes = dtype.row_bytes(start)..dtype.row_bytes(end);
             // SAFETY: each chunk has columns of its own.
-            let of = |t: usize| unsafe { out.part(t * width + start, end - start) };
-            for t in 0..n_tokens {
-                match &linear.bias {
-                    Some(bias) => of(t).copy_from_slice(&bias[start..end]),
-                    None => of(t).fill(0.0),
-                }
-            }
-            let mut decoded = vec![0.0; if n_tokens > 1 { end - start } else { 0 }];
-            let row_of = |i: usize| &w.row(neurons.list[i] as usize)[bytes.clone()];
-            for (n, &i) in needed.iter().enumerate() {
-                let row = row_of(i);
-                if let Some(next) = needed.get(n + NEURONS_AHEAD) {
-                    fetch(row_of(*next));
-                }
-                // SAFETY: the table is this processor's.
-                unsafe {
-                    if n_tokens == 1 {
-                        (kernels.axpy)(dtype, h[i], row, of(0));
-                    } else {
-                        (kernels.decode)(dtype, row, &mut decoded);
-                        for t in 0..n_tokens {
-                            let a = h[t * n_active + i];
-                            if a != 0.0 {
-                                (kernels.axpy_f32)(a, &decoded, of(t));
-                            }
-                        }
-                    }
-                }
-            }
+            sum.run(start..end, &|t, columns| unsafe { out.part(t * width + columns.start, columns.len()) });
         });
-        h.iter().filter(|h| **h != 0.0).count()
+        picks.iter().map(Vec::len).sum()
     }
 
     fn select(

@@ -258,6 +258,30 @@ fn mix_rows<const FUSED: bool, const N: usize>(
     }
 }
 
+/// Adds to `out` the rows of `values`, (n, out.len()), that `picks` name, counted from `first`, times their weights.
+#[inline(always)]
+pub fn mix_picks<const FUSED: bool>(values: &[f32], first: u32, picks: &[(u32, f32)], out: &mut [f32]) {
+    const COLUMNS: usize = 64;
+    let dim = out.len();
+    let row = |k: u32| &values[(k - first) as usize * dim..][..dim];
+    let (tiles, rest) = out.as_chunks_mut::<COLUMNS>();
+    for (i, out) in tiles.iter_mut().enumerate() {
+        let mut sums = *out;
+        for (k, w) in picks {
+            let row: &[f32; COLUMNS] = row(*k)[i * COLUMNS..].first_chunk().expect("as many columns");
+            for (s, v) in sums.iter_mut().zip(row) {
+                *s = multiply_add::<FUSED>(*w, *v, *s);
+            }
+        }
+        *out = sums;
+    }
+    for (k, w) in picks {
+        for (s, v) in rest.iter_mut().zip(&row(*k)[dim / COLUMNS * COLUMNS..]) {
+            *s = multiply_add::<FUSED>(*w, *v, *s);
+        }
+    }
+}
+
 /// `x * sigmoid(x)`
 #[inline(always)]
 pub fn silu(x: &mut [f32]) {
@@ -362,6 +386,7 @@ macro_rules! instantiate {
             $crate::backend::cpu::portable::instantiate!(@fused [$(#[$feature])?];
                 scores(keys: &[f32], queries: &[f32], dim: usize, out: &mut [f32], stride: usize);
                 mix(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]);
+                mix_picks(values: &[f32], first: u32, picks: &[(u32, f32)], out: &mut [f32]);
             );
         }
     };

@@ -104,10 +104,13 @@ impl Tile<'_> {
         let first_token = |start: usize| start.saturating_sub(first);
         for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
             let (dtype, keys) = self.part(b, false);
-            decode_keys(k, dtype, keys, &mut decoded);
+            let keys = floats(dtype, keys).unwrap_or_else(|| {
+                decode_keys(k, dtype, keys, &mut decoded);
+                &decoded
+            });
             let from = first_token(start) * self.n_heads;
             // SAFETY: the table is this processor's.
-            unsafe { (k.scores)(&decoded, &q[from * dim..], dim, &mut scores[from * stride + start..], stride) };
+            unsafe { (k.scores)(keys, &q[from * dim..], dim, &mut scores[from * stride + start..], stride) };
         }
         for (i, scores) in scores.chunks_exact_mut(stride).enumerate() {
             let n = first + i / self.n_heads + 1;
@@ -117,13 +120,16 @@ impl Tile<'_> {
         out.fill(0.0);
         for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
             let (dtype, values) = self.part(b, true);
-            // SAFETY: the table is this processor's.
-            unsafe { (k.decode)(dtype, values, &mut decoded) };
+            let values = floats(dtype, values).unwrap_or_else(|| {
+                // SAFETY: the table is this processor's.
+                unsafe { (k.decode)(dtype, values, &mut decoded) };
+                &decoded
+            });
             let mut mix = |tokens: std::ops::Range<usize>, n: usize| {
                 let rows = tokens.start * self.n_heads..tokens.end * self.n_heads;
                 let (scores, out) = (&scores[rows.start * stride + start..], &mut out[rows.start * dim..rows.end * dim]);
                 // SAFETY: the table is this processor's.
-                unsafe { (k.mix)(&decoded[..n * dim], scores, stride, dim, out) };
+                unsafe { (k.mix)(&values[..n * dim], scores, stride, dim, out) };
             };
             // Tokens that see all of the block, and those that see a part: each its own.
             let whole = (start + KV_BLOCK - 1).saturating_sub(first).min(n_tokens);
@@ -135,6 +141,13 @@ impl Tile<'_> {
             }
         }
     }
+}
+
+/// Bytes that are float32 as they lie.
+fn floats(dtype: DType, bytes: &[u8]) -> Option<&[f32]> {
+    // SAFETY: every pattern of bits is a float32.
+    let (before, floats, after) = unsafe { bytes.align_to::<f32>() };
+    (dtype == DType::F32 && before.is_empty() && after.is_empty()).then_some(floats)
 }
 
 /// Decodes a head's keys into (dim, token).

@@ -60,12 +60,17 @@ impl Matmul<'_> {
     fn put(&self, results: &[f32], stride: usize, n: usize, first: usize, n_tokens: usize, column: usize) {
         for (t, results) in results.chunks(stride).take(n_tokens).enumerate() {
             // SAFETY: callers of `run` keep columns apart.
-            let out = unsafe { self.out.part((first + t) * self.width + column, n) };
-            out.copy_from_slice(&results[..n]);
-            if let Some(bias) = &self.linear.bias {
-                for (i, v) in out.iter_mut().enumerate() {
-                    *v += bias[self.row_of(column + i)];
-                }
+            unsafe { self.out.part((first + t) * self.width + column, n) }.copy_from_slice(&results[..n]);
+        }
+        self.add_bias(first..first + n_tokens, column, n);
+    }
+
+    fn add_bias(&self, tokens: Range<usize>, column: usize, n: usize) {
+        let Some(bias) = &self.linear.bias else { return };
+        for t in tokens {
+            // SAFETY: callers of `run` keep columns apart.
+            for (i, v) in unsafe { self.out.part(t * self.width + column, n) }.iter_mut().enumerate() {
+                *v += bias[self.row_of(column + i)];
             }
         }
     }
@@ -119,7 +124,6 @@ impl Matmul<'_> {
         let gemm = self.kernels.gemm.expect("asked before");
         let tile_bytes = 2 * LANES * self.x.n_cols;
         let n_tiles = (TILE_BYTES / tile_bytes).max(1);
-        let mut results = [0.0f32; TOKEN_TILE * LANES];
         TILES.with_borrow_mut(|tiles| {
             tiles.resize_with(tiles.len().max(n_tiles), WeightTile::default);
             for block in columns.clone().step_by(n_tiles * LANES) {
@@ -131,9 +135,12 @@ impl Matmul<'_> {
                     let x = packed.tile(i);
                     for (tile, column) in tiles.iter().zip(starts.clone()) {
                         let n = LANES.min(columns.end - column);
-                        // SAFETY: `results` has places for a tile of tokens, and the table is this processor's.
-                        unsafe { gemm(tile, n, &x, results.as_mut_ptr(), LANES) };
-                        self.put(&results, LANES, n, x.first, x.n_tokens, column);
+                        let reach = (x.n_tokens - 1) * self.width + n;
+                        let out = self.out.pointer(x.first * self.width + column, reach);
+                        // SAFETY: all that is written lies inside the output, callers of `run` keep columns apart, and
+                        // the table is this processor's.
+                        unsafe { gemm(tile, n, &x, out, self.width) };
+                        self.add_bias(x.first..x.first + x.n_tokens, column, n);
                     }
                 }
             }

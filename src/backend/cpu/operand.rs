@@ -216,11 +216,14 @@ impl Packed {
                     sum.part(start * stride / Q_GROUP, n * stride / Q_GROUP),
                 )
             };
+            let mut whole = vec![0i16; n_cols];
             for t in 0..n {
                 let row = from.row(start + t);
-                let (high, low) = (row.high.as_chunks::<2>().0, row.low.as_chunks::<2>().0);
-                for ((out, h), l) in words[t..].iter_mut().step_by(n).zip(high).zip(low) {
-                    *out = std::array::from_fn(|i| 256 * h[i] as i16 + l[i] as i16);
+                for ((w, h), l) in whole.iter_mut().zip(row.high).zip(row.low) {
+                    *w = 256 * *h as i16 + *l as i16;
+                }
+                for (out, pair) in words[t..].iter_mut().step_by(n).zip(whole.as_chunks::<2>().0) {
+                    *out = *pair;
                 }
                 d[t..].iter_mut().step_by(n).zip(row.d).for_each(|(out, d)| *out = *d);
                 sum[t..].iter_mut().step_by(n).zip(row.sum).for_each(|(out, sum)| *out = *sum);

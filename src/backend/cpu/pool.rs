@@ -198,6 +198,13 @@ impl<'a, T> Parts<'a, T> {
         Self { data: slice.as_mut_ptr(), len: slice.len(), _borrow: std::marker::PhantomData }
     }
 
+    /// Where the part from `start` begins, `len` long; writing there is for the caller to keep apart. Panics where it
+    /// isn't inside the slice.
+    pub fn pointer(&self, start: usize, len: usize) -> *mut T {
+        assert!(start <= self.len && len <= self.len - start);
+        self.data.wrapping_add(start)
+    }
+
     /// The part from `start`, `len` long. Panics where it isn't inside the slice.
     ///
     /// # Safety

@@ -25,10 +25,13 @@ fn types() -> impl Iterator<Item = DType> {
 fn dot(c: &mut Criterion) {
     let x: Vec<f32> = (0..N_COLS).map(|i| (i % 17) as f32 - 8.0).collect();
     let mut quantized = Quantized::default();
-    quantized.resize(1, N_COLS);
+    quantized.resize(1, N_COLS, true);
     for kernels in available() {
         // SAFETY: `available` hands out tables of this processor, here and below.
-        unsafe { (kernels.quantize)(&x, &mut quantized.parts().row(0)) };
+        unsafe {
+            (kernels.quantize)(&x, &mut quantized.parts().row(0));
+            quantized.parts().split(0);
+        }
         let operand =
             Operand { n_cols: N_COLS, first: 0, n_tokens: 1, values: &x, quantized: Some(&quantized) };
         for dtype in types() {

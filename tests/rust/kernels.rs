@@ -28,11 +28,14 @@ impl Case {
 
     fn quantized(&self, kernels: &Kernels) -> Quantized {
         let mut quantized = Quantized::default();
-        quantized.resize(self.n_tokens, self.n_cols);
+        quantized.resize(self.n_tokens, self.n_cols, true);
         let parts = quantized.parts();
         for (t, x) in self.x.chunks_exact(self.n_cols).enumerate() {
             // SAFETY: `available` hands out tables of this processor; each row is taken once.
-            unsafe { (kernels.quantize)(x, &mut parts.row(t)) };
+            unsafe {
+                (kernels.quantize)(x, &mut parts.row(t));
+                parts.split(t);
+            }
         }
         drop(parts);
         quantized

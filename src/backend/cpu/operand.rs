@@ -14,31 +14,33 @@ pub const Q_BLOCK: usize = 64;
 /// Values that share one sum: the least that has an offset of its own in any weight format.
 pub const Q_GROUP: usize = 16;
 
-/// Rows of activations as integers: `x = d * (256 * high + low)`. Rows are padded with zeros to whole blocks.
+/// Rows of activations as integers: `x = d * word`, `word = 256 * high + low`. Rows are padded with zeros to whole blocks.
 #[derive(Default)]
 pub struct Quantized {
     n_cols: usize,
-    /// Row length in `high` and `low`.
+    /// Row length in `words`, `high` and `low`.
     stride: usize,
     /// (n_tokens, stride)
-    pub high: Vec<i8>,
-    /// (n_tokens, stride)
-    pub low: Vec<i8>,
+    words: Vec<i16>,
+    /// (n_tokens, stride), where rows have been split.
+    high: Vec<i8>,
+    /// (n_tokens, stride), where rows have been split.
+    low: Vec<i8>,
     /// (n_tokens, stride / Q_BLOCK)
-    pub d: Vec<f32>,
-    /// (n_tokens, stride / Q_GROUP): sums of the integers, `256 * high + low`.
-    pub sum: Vec<i32>,
+    d: Vec<f32>,
+    /// (n_tokens, stride / Q_GROUP): sums of the words.
+    sum: Vec<i32>,
 }
 
 impl Quantized {
-    /// Makes room for `n_tokens` rows of `n_cols`.
-    pub fn resize(&mut self, n_tokens: usize, n_cols: usize) {
+    /// Makes room for `n_tokens` rows of `n_cols`, and for their bytes where they will be split.
+    pub fn resize(&mut self, n_tokens: usize, n_cols: usize, split: bool) {
         self.n_cols = n_cols;
         self.stride = n_cols.next_multiple_of(Q_BLOCK);
         let n = n_tokens * self.stride;
+        self.words.resize(n, 0);
         for bytes in [&mut self.high, &mut self.low] {
-            bytes.clear();
-            bytes.resize(n, 0);
+            bytes.resize(if split { n } else { 0 }, 0);
         }
         self.d.resize(n / Q_BLOCK, 0.0);
         self.sum.resize(n / Q_GROUP, 0);
@@ -58,6 +60,7 @@ impl Quantized {
     pub fn parts(&mut self) -> QuantizedParts<'_> {
         QuantizedParts {
             stride: self.stride,
+            words: Parts::new(&mut self.words),
             high: Parts::new(&mut self.high),
             low: Parts::new(&mut self.low),
             d: Parts::new(&mut self.d),
@@ -69,6 +72,7 @@ impl Quantized {
 /// A [`Quantized`] whose rows are written by several threads.
 pub struct QuantizedParts<'a> {
     stride: usize,
+    words: Parts<'a, i16>,
     high: Parts<'a, i8>,
     low: Parts<'a, i8>,
     d: Parts<'a, f32>,
@@ -83,11 +87,25 @@ impl QuantizedParts<'_> {
         // SAFETY: rows don't overlap, and the caller has each once.
         unsafe {
             QRowMut {
-                high: self.high.part(token * s, s),
-                low: self.low.part(token * s, s),
+                words: self.words.part(token * s, s),
                 d: self.d.part(token * s / Q_BLOCK, s / Q_BLOCK),
                 sum: self.sum.part(token * s / Q_GROUP, s / Q_GROUP),
             }
+        }
+    }
+
+    /// Splits a row's words into bytes.
+    ///
+    /// # Safety
+    /// No row may be alive twice at a time.
+    pub unsafe fn split(&self, token: usize) {
+        let s = self.stride;
+        // SAFETY: rows don't overlap, and the caller has each once.
+        let (words, high, low) =
+            unsafe { (self.words.part(token * s, s), self.high.part(token * s, s), self.low.part(token * s, s)) };
+        for ((w, h), l) in words.iter().zip(high).zip(low) {
+            *h = ((*w + 128) >> 8) as i8;
+            *l = *w as i8;
         }
     }
 }
@@ -101,10 +119,9 @@ pub struct QRow<'a> {
     pub sum: &'a [i32],
 }
 
-/// As [`QRow`], to be written.
+/// One row to be quantised; the slices are padded.
 pub struct QRowMut<'a> {
-    pub high: &'a mut [i8],
-    pub low: &'a mut [i8],
+    pub words: &'a mut [i16],
     pub d: &'a mut [f32],
     pub sum: &'a mut [i32],
 }
@@ -216,17 +233,13 @@ impl Packed {
                     sum.part(start * stride / Q_GROUP, n * stride / Q_GROUP),
                 )
             };
-            let mut whole = vec![0i16; n_cols];
             for t in 0..n {
-                let row = from.row(start + t);
-                for ((w, h), l) in whole.iter_mut().zip(row.high).zip(row.low) {
-                    *w = 256 * *h as i16 + *l as i16;
-                }
-                for (out, pair) in words[t..].iter_mut().step_by(n).zip(whole.as_chunks::<2>().0) {
-                    *out = *pair;
-                }
-                d[t..].iter_mut().step_by(n).zip(row.d).for_each(|(out, d)| *out = *d);
-                sum[t..].iter_mut().step_by(n).zip(row.sum).for_each(|(out, sum)| *out = *sum);
+                let row = from.words[(start + t) * stride..].as_chunks::<2>().0;
+                words[t..].iter_mut().step_by(n).zip(row).for_each(|(out, pair)| *out = *pair);
+                let row = &from.d[(start + t) * stride / Q_BLOCK..];
+                d[t..].iter_mut().step_by(n).zip(row).for_each(|(out, d)| *out = *d);
+                let row = &from.sum[(start + t) * stride / Q_GROUP..];
+                sum[t..].iter_mut().step_by(n).zip(row).for_each(|(out, sum)| *out = *sum);
             }
         });
     }

@@ -57,15 +57,21 @@ impl<'a> Cpu<'a> {
 
     fn quantize(&mut self, x: &[f32], n_cols: usize) {
         let n_tokens = x.len() / n_cols;
+        let split = self.packed(n_tokens).is_none();
         let mut quantized = std::mem::take(&mut self.quantized);
-        quantized.resize(n_tokens, n_cols);
+        quantized.resize(n_tokens, n_cols, split);
         let rows = quantized.parts();
         self.for_rows(n_tokens, n_cols, &|t| {
             // SAFETY: each token has its own row; the table is this processor's.
-            unsafe { (self.kernels.quantize)(&x[t * n_cols..][..n_cols], &mut rows.row(t)) };
+            unsafe {
+                (self.kernels.quantize)(&x[t * n_cols..][..n_cols], &mut rows.row(t));
+                if split {
+                    rows.split(t);
+                }
+            }
         });
         self.quantized = quantized;
-        if n_tokens >= GEMM_TOKENS && self.kernels.gemm.is_some() {
+        if !split {
             self.packed.resize(n_tokens, n_cols);
             self.packed.fill(&self.quantized, |n, f| self.team.run(n, f));
         }
@@ -73,7 +79,7 @@ impl<'a> Cpu<'a> {
 
     /// What a matrix-matrix kernel reads, for so many tokens that it is worthwhile.
     fn packed(&self, n_tokens: usize) -> Option<&Packed> {
-        (n_tokens >= GEMM_TOKENS).then_some(&self.packed)
+        (n_tokens >= GEMM_TOKENS && self.kernels.gemm.is_some()).then_some(&self.packed)
     }
 
     /// Rows a chunk takes out of `n_rows` of `row_bytes`.

@@ -37,13 +37,14 @@ pub fn exp(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { value }
 }
 
-/// Quantises one row into slices that hold zeros beyond it.
+/// Quantises one row; what is beyond it becomes zeros.
 #[inline(always)]
 pub fn quantize(x: &[f32], out: &mut QRowMut) {
     // The largest that leaves both bytes in range once the low one is rounded off.
     const LARGEST: f32 = 32_512.0;
     // Adding this leaves the nearest integer in the low bits of the mantissa; the conversion then vectorises.
     const ROUND: f32 = 12_582_912.0;
+    out.words[x.len()..].fill(0);
     out.d.fill(0.0);
     out.sum.fill(0);
     for (b, x) in x.chunks(Q_BLOCK).enumerate() {
@@ -62,15 +63,13 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
         for (g, x) in x.chunks(Q_GROUP).enumerate() {
             let at = b * Q_BLOCK + g * Q_GROUP;
             let mut total = 0i32;
-            for ((high, low), v) in out.high[at..].iter_mut().zip(&mut out.low[at..]).zip(x) {
+            for (word, v) in out.words[at..].iter_mut().zip(x) {
                 let q = ((v * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
                 let q = q.clamp(-LARGEST as i32, LARGEST as i32);
-                let h = (q + 128) >> 8;
-                // -128 has no negative in a byte, which AVX2's kernels need; a unit of 32512 is no loss.
-                let l = (q - (h << 8)).max(-127);
-                *high = h as i8;
-                *low = l as i8;
-                total += (h << 8) + l;
+                // A low byte of -128 has no negative, which AVX2's kernels need; a unit of 32512 is no loss.
+                let q = q + (q & 0xff == 0x80) as i32;
+                *word = q as i16;
+                total += q;
             }
             out.sum[at / Q_GROUP] = total;
         }

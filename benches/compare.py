@@ -1,17 +1,24 @@
 #!/usr/bin/env python3
-"""Decode and prefill speed of this engine beside llama.cpp's, on the same files, in alternating runs.
+"""Prefill and decode speed of this engine beside its peers', on the same files, in alternating runs.
 
     compare.py NAME=FILE.gguf[:MODE] … [--prompt 64] [--decode 16] [--repeats 3]
+               [--llama-bench 'NAME=PATH ARGUMENTS'] … [--powerinfer PATH]
 
-llama.cpp comes from PyPI's `llama-cpp-python`; without it only this engine is measured. PowerInfer's own files, which
-llama.cpp can't read, are measured here only. Prints one table of medians.
+llama.cpp comes from PyPI's `llama-cpp-python`; without it the others are measured. `--llama-bench` adds any build of
+llama.cpp's or ik_llama.cpp's program of that name, with arguments of its own (`'ik=…/llama-bench -rtr 1'`);
+`--powerinfer` adds PowerInfer's `main`. Each runs the files that it can read. Prints one table of medians; a file that
+llama.cpp can't read is held against llama.cpp's speed on the first one that it can.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
+import shlex
 import statistics
+import subprocess
 import time
 
 import numpy as np
@@ -30,6 +37,7 @@ class Ours:
         self.engine = Engine(path, sparsity=mode or "auto", threads=threads)
 
     def run(self, ids, n_prompt):
+        """Seconds of prefill, and of decode."""
         native = self.engine.native
         sequence = native.new_sequence()
         started = time.perf_counter()
@@ -41,13 +49,24 @@ class Ours:
         native.free(sequence)
         return between - started, ended - between
 
+    def bytes_per_token(self, ids, n_prompt):
+        """Bytes of weights that a decoded token reads."""
+        native = self.engine.native
+        sequence = native.new_sequence()
+        native.step([(sequence, ids[:n_prompt], 1)])
+        before = native.stats()["bytes_read"]
+        for i in range(n_prompt, len(ids)):
+            native.step([(sequence, ids[i : i + 1], 1)])
+        native.free(sequence)
+        return (native.stats()["bytes_read"] - before) / (len(ids) - n_prompt)
+
 
 class LlamaCpp:
     name = "llama.cpp"
 
-    def __init__(self, path, threads):
+    def __init__(self, path, threads, n_ctx):
         self.model = llama_cpp.Llama(
-            str(path), n_ctx=2048, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False
+            str(path), n_ctx=n_ctx, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False
         )
 
     def run(self, ids, n_prompt):
@@ -60,6 +79,56 @@ class LlamaCpp:
         return between - started, time.perf_counter() - between
 
 
+class LlamaBench:
+    """A llama-bench of one's own."""
+
+    def __init__(self, name, command, path, threads):
+        self.name = name
+        self.command = [*command, "-m", str(path), "-t", str(threads), "-r", "1", "-o", "json"]
+
+    def run(self, ids, n_prompt):
+        # Decoding begins where the prompt ends, as it does for the others.
+        seconds = []
+        for options in (["-p", n_prompt, "-n", 0], ["-p", 0, "-n", len(ids) - n_prompt]):
+            out = subprocess.run([*self.command, *map(str, options)], check=True, capture_output=True, text=True)
+            row = json.loads(out.stdout[out.stdout.index("[") :])[-1]
+            seconds.append(sum(map(int, options[1::2])) / row["avg_ts"])
+        return seconds
+
+
+class PowerInfer:
+    """PowerInfer's `main`, which tells its own times."""
+
+    name = "PowerInfer"
+
+    def __init__(self, binary, path, threads):
+        self.command = [binary, "-m", str(path), "-t", str(threads), "--temp", "0", "--ignore-eos"]
+
+    def run(self, ids, n_prompt):
+        n_decode = len(ids) - n_prompt
+        text = " ".join(["the"] * (n_prompt - 1))
+        command = [*self.command, "-n", str(n_decode + 1), "-p", text]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        speed = [float(re.search(rf"\b{w} time.*?([\d.]+) tokens per second", told)[1]) for w in ("prompt eval", " eval")]
+        return n_prompt / speed[0], n_decode / speed[1]
+
+
+def peers_of(path, mode, a):
+    """This engine, and whoever reads the file."""
+    peers = [Ours(path, mode, a.threads)]
+    with open(path, "rb") as f:
+        magic = f.read(4)
+    if magic == b"GGUF":
+        if llama_cpp is not None:
+            peers.append(LlamaCpp(path, a.threads, a.prompt + a.decode + 64))
+        for item in a.llama_bench:
+            name, _, command = item.partition("=")
+            peers.append(LlamaBench(name, shlex.split(command), path, a.threads))
+    elif a.powerinfer:
+        peers.append(PowerInfer(a.powerinfer, path, a.threads))
+    return peers
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="NAME=FILE[:MODE]")
@@ -67,23 +136,22 @@ def main():
     parser.add_argument("--decode", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--llama-bench", action="append", default=[], metavar="NAME=COMMAND")
+    parser.add_argument("--powerinfer", metavar="PATH")
     a = parser.parse_args()
-    print("| model | engine | prefill, tokens/s | decode, tokens/s | decode / llama.cpp | share of streaming read |")
+    print("| model | engine | prefill, tokens/s | decode, tokens/s | prefill, decode / llama.cpp | of streaming read |")
     print("|---|---|---|---|---|---|")
-    base = {}
+    first = None
     for item in a.files:
         name, _, file = item.partition("=")
         path, _, mode = file.partition(":")
-        peers = [Ours(path, mode, a.threads)]
-        with open(path, "rb") as f:
-            if llama_cpp is not None and f.read(4) == b"GGUF":
-                peers.append(LlamaCpp(path, a.threads))
+        peers = peers_of(path, mode, a)
         ids = np.random.default_rng(0).integers(5, 3000, a.prompt + a.decode).astype(np.uint32)
+        n_bytes = peers[0].bytes_per_token(ids[:12], 8)
         times = {p.name: [] for p in peers}
         reads = []
         for p in peers:
             p.run(ids[:12], 8)
-        peers[0].engine.reset_stats()
         for _ in range(a.repeats):
             reads.append(_engine.streaming_read(a.threads, repeats=3))
             for p in peers:
@@ -92,17 +160,11 @@ def main():
             who: (a.prompt / statistics.median(t[0] for t in all), a.decode / statistics.median(t[1] for t in all))
             for who, all in times.items()
         }
-        base |= {name: speed["llama.cpp"][1]} if "llama.cpp" in speed else {}
-        native = peers[0].engine.native
-        sequence = native.new_sequence()
-        before = native.stats()["bytes_read"]
-        native.step([(sequence, ids[:1], 1)])
-        n_bytes = native.stats()["bytes_read"] - before
+        base = speed.get(LlamaCpp.name, first)
+        first = first or base
         for who, (prefill, decode) in speed.items():
-            # A sparse file is held against llama.cpp's speed on the first dense one.
-            peer = base.get(name) or next(iter(base.values()), None)
-            ratio = f"{decode / peer:.2f}" if peer else ""
-            share = f"{100 * n_bytes * decode / statistics.median(reads):.0f} %" if who == Ours.name else ""
+            ratio = f"{prefill / base[0]:.2f}, {decode / base[1]:.2f}" if base else ""
+            share = f"{100 * n_bytes * decode / statistics.median(reads):.0f} %"
             print(f"| {name} | {who} | {prefill:.1f} | {decode:.2f} | {ratio} | {share} |", flush=True)
 
 

@@ -1,14 +1,14 @@
-//! Dot products and row additions by format and instruction set, in bytes of weights a second; beside them the plain
-//! streaming read that they can't beat.
+//! Dot products (of rows, of rows side by side, of many tokens) and row additions (by density) by format and instruction
+//! set, in bytes of weights a second; beside them the plain streaming read that they can't beat.
 
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use powerinfer_rs::backend::cpu::bandwidth::streaming_read;
-use powerinfer_rs::backend::cpu::kernels::{Rows, available};
-use powerinfer_rs::backend::cpu::operand::{Operand, Quantized};
+use powerinfer_rs::backend::cpu::kernels::{Kernels, Rows, available};
+use powerinfer_rs::backend::cpu::operand::{Operand, Packed, Quantized, TOKEN_TILE, WeightTile};
 use powerinfer_rs::backend::cpu::pool::Pool;
-use powerinfer_rs::quant::DType;
+use powerinfer_rs::quant::{DType, LANES, panel_bytes};
 
 const N_COLS: usize = 4096;
 const N_ROWS: usize = 4096;
@@ -23,15 +23,8 @@ fn types() -> impl Iterator<Item = DType> {
 }
 
 fn dot(c: &mut Criterion) {
-    let x: Vec<f32> = (0..N_COLS).map(|i| (i % 17) as f32 - 8.0).collect();
-    let mut quantized = Quantized::default();
-    quantized.resize(1, N_COLS, true);
     for kernels in available() {
-        // SAFETY: `available` hands out tables of this processor, here and below.
-        unsafe {
-            (kernels.quantize)(&x, &mut quantized.parts().row(0));
-            quantized.parts().split(0);
-        }
+        let (x, quantized) = activations(kernels, 1);
         let operand =
             Operand { n_cols: N_COLS, first: 0, n_tokens: 1, values: &x, quantized: Some(&quantized) };
         for dtype in types() {
@@ -43,9 +36,68 @@ fn dot(c: &mut Criterion) {
             group.bench_function(BenchmarkId::from_parameter(dtype.name()), |b| {
                 b.iter(|| {
                     let rows = Rows { now: black_box(&rows), next: &[] };
-                    // SAFETY: whole rows, and an output for each.
+                    // SAFETY: whole rows, an output for each, a table of this processor.
                     unsafe { (kernels.dot[dtype as usize])(rows, &operand, out.as_mut_ptr(), N_ROWS) }
                 })
+            });
+        }
+    }
+}
+
+/// `n_tokens` rows of activations, quantised.
+fn activations(kernels: &Kernels, n_tokens: usize) -> (Vec<f32>, Quantized) {
+    let x: Vec<f32> = (0..n_tokens * N_COLS).map(|i| (i % 17) as f32 - 8.0).collect();
+    let mut quantized = Quantized::default();
+    quantized.resize(n_tokens, N_COLS, true);
+    let rows = quantized.parts();
+    for (t, x) in x.chunks(N_COLS).enumerate() {
+        // SAFETY: `available` hands out tables of this processor; each row is taken once.
+        unsafe {
+            (kernels.quantize)(x, &mut rows.row(t));
+            rows.split(t);
+        }
+    }
+    drop(rows);
+    (x, quantized)
+}
+
+/// Sixteen rows side by side, with one token, and unpacked for a tile of tokens.
+fn panels(c: &mut Criterion) {
+    for kernels in available() {
+        for dtype in types() {
+            let Some(panels) = kernels.panels[dtype as usize] else { continue };
+            let Some(gemm) = kernels.gemm else { continue };
+            let size = panel_bytes(dtype, N_COLS).expect("a type with panels");
+            let n_panels = N_ROWS / LANES;
+            let bytes = [0x00, 0x3c].repeat(n_panels * size / 2);
+            let mut out = vec![0.0f32; TOKEN_TILE * LANES];
+            let (x, quantized) = activations(kernels, 1);
+            let operand =
+                Operand { n_cols: N_COLS, first: 0, n_tokens: 1, values: &x, quantized: Some(&quantized) };
+            let mut group = c.benchmark_group(format!("panel/{}", kernels.name));
+            group.throughput(Throughput::Bytes(bytes.len() as u64)).sample_size(10);
+            group.bench_function(BenchmarkId::from_parameter(dtype.name()), |b| {
+                b.iter(|| {
+                    for panel in black_box(&bytes).chunks(size) {
+                        // SAFETY: whole panels, an output for each row, a table of this processor.
+                        unsafe { (panels.dot)(panel.as_ptr(), LANES, &operand, out.as_mut_ptr(), LANES) }
+                    }
+                })
+            });
+            group.finish();
+            let (_, quantized) = activations(kernels, TOKEN_TILE);
+            let mut packed = Packed::default();
+            packed.resize(TOKEN_TILE, N_COLS);
+            packed.fill(&quantized, |n, f| (0..n).for_each(f));
+            let mut tile = WeightTile::default();
+            // SAFETY: a whole panel, a table of this processor.
+            unsafe { (panels.unpack)(bytes.as_ptr(), N_COLS, &mut tile) };
+            let mut group = c.benchmark_group(format!("gemm/{}", kernels.name));
+            // Multiplications, here.
+            group.throughput(Throughput::Elements((LANES * N_COLS * TOKEN_TILE) as u64)).sample_size(10);
+            group.bench_function(BenchmarkId::from_parameter(dtype.name()), |b| {
+                // SAFETY: tiles of one length, an output for each row and token, a table of this processor.
+                b.iter(|| unsafe { gemm(black_box(&tile), LANES, &packed.tile(0), false, out.as_mut_ptr(), LANES) })
             });
         }
     }
@@ -83,5 +135,5 @@ fn memory(c: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, memory, dot, axpy);
+criterion_group!(benches, memory, dot, panels, axpy);
 criterion_main!(benches);

@@ -11,7 +11,7 @@ from ._engine import InvalidArgumentError
 #: What `**more` of `generate` and `stream` may hold.
 _MORE = {
     *("typical_p", "frequency_penalty", "presence_penalty", "penalty_last_n", "logit_bias"),
-    *("parse_special", "ignore_eos", "overflow", "keep"),
+    *("parse_special", "ignore_eos", "overflow", "keep", "prompt_lookup"),
 }
 
 

@@ -15,12 +15,16 @@ class Timings:
         prompt_seconds: Seconds until the first token was there.
         generated_tokens: Tokens generated.
         generated_seconds: Seconds that those after the first took.
+        drafted: Tokens guessed by prompt lookup.
+        accepted: How many of them were right.
     """
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     generated_tokens: int = 0
     generated_seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def prompt_tokens_per_second(self) -> float:
@@ -64,10 +68,19 @@ class Run:
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     generated_seconds: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
     def completion(self) -> Completion:
         """What there is so far."""
-        timings = Timings(self.prompt_tokens, self.prompt_seconds, len(self.tokens), self.generated_seconds)
+        timings = Timings(
+            prompt_tokens=self.prompt_tokens,
+            prompt_seconds=self.prompt_seconds,
+            generated_tokens=len(self.tokens),
+            generated_seconds=self.generated_seconds,
+            drafted=self.drafted,
+            accepted=self.accepted,
+        )
         return Completion("".join(self.pieces), list(self.tokens), self.finish_reason, timings)
 
 

@@ -20,6 +20,7 @@ from .arguments import check_known, check_number, check_whole, stop_strings
 from .completion import Completion, Run, StopStrings
 from .models import resolve
 from .sampling import Sampler, SamplingParams
+from .speculation import PromptLookup
 from .tokenizer import StreamDecoder, Tokenizer
 
 _log = logging.getLogger("powerinfer_rs")
@@ -37,6 +38,8 @@ class Engine:
         sparse_threshold: The predictor score from which a neuron is computed; none for the file's.
         activation: "relu", "silu" or "gelu" where the file's own isn't right.
         kv_type: How keys and values are cached: "f16", "q8_0" or "f32". The first 256 positions are always float32.
+        interleave: Whether matrices that are read in full are copied with sixteen rows side by side, which is faster;
+            False leaves the file mapped in place, None decides by the memory that is free. The text is the same.
         device: "auto" or "cpu".
         vram_budget: GB of GPU memory to use; 0 or none here, since this build has no GPU.
         seed: What `generate` and `stream` draw with when they aren't given a seed; none for a fresh one each time.
@@ -65,6 +68,7 @@ class Engine:
         sparse_threshold: float | None = None,
         activation: str | None = None,
         kv_type: str = "f16",
+        interleave: bool | None = None,
         device: str = "auto",
         vram_budget: float | None = None,
         seed: int | None = None,
@@ -81,6 +85,8 @@ class Engine:
         for name, text in (("sparsity", sparsity), ("activation", activation), ("kv_type", kv_type)):
             if not isinstance(text, str) and (text is not None or name != "activation"):
                 raise InvalidArgumentError(f"{name}: got {text!r}, expected a name")
+        if interleave not in (None, True, False):
+            raise InvalidArgumentError(f"interleave: got {interleave!r}, expected True, False or None")
         self._seed = seed
         self._engine = _engine.Engine(
             resolve(path),
@@ -90,6 +96,7 @@ class Engine:
             sparse_threshold=sparse_threshold,
             activation=activation,
             kv_type=kv_type,
+            interleave=interleave,
             progress=progress,
         )
         info = self._engine.info()
@@ -109,8 +116,10 @@ class Engine:
     def summary(self) -> str:
         """One line: what runs where, and how."""
         i = self._engine.info()
+        converted = i["converted_bytes"] / 1e6
         return (
-            f"{Path(i['path']).name}: {i['architecture']}, {i['weight_bytes'] / 1e6:.1f} MB mapped on {i['device']} "
+            f"{Path(i['path']).name}: {i['architecture']}, {i['weight_bytes'] / 1e6:.1f} MB mapped"
+            f"{f', {converted:.1f} MB rearranged' if converted else ''} on {i['device']} "
             f"({i['instruction_set']}, threads: {i['threads']}), {i['sparsity']} FFN ({i['activation']}), "
             f"{i['kv_type']} cache of {i['n_ctx']} tokens"
         )
@@ -290,6 +299,8 @@ class Engine:
                 `overflow` ("error"): what to do when the context is full: "error", or "slide" to go on with the
                 first `keep` tokens and the newer half of the others.
                 `keep` (None): none for the whole prompt; at most half the context.
+                `prompt_lookup` (0): the most tokens to guess from earlier text and check in one step; the text is the
+                same, and comes faster where it repeats itself.
 
         Yields:
             Pieces of text; joined they are `generate`'s text.
@@ -340,6 +351,7 @@ class Engine:
         ignore_eos: bool = False,
         overflow: str = "error",
         keep: int | None = None,
+        prompt_lookup: int = 0,
     ) -> Iterator[str]:
         params = SamplingParams(
             temperature=temperature,
@@ -354,6 +366,7 @@ class Engine:
             logit_bias=logit_bias or {},
         )
         sampler = Sampler(params, self._seed if seed is None else seed)
+        lookup = PromptLookup(prompt_lookup)
         stops = StopStrings(stop_strings(stop))
         check_whole("max_tokens", max_tokens, -1)
         if keep is not None:
@@ -364,8 +377,10 @@ class Engine:
         if overflow == "slide" and len(tokens) > self.n_ctx:
             _log.warning("the prompt's %s tokens don't fit n_ctx %s: its middle is dropped", len(tokens), self.n_ctx)
             tokens = self._slide(tokens, len(tokens) if keep is None else keep, room=0)
-        kept = min(len(tokens) if keep is None else keep, self.n_ctx // 2)
-        return self._pieces(run, tokens, kept if overflow == "slide" else None, max_tokens, sampler, stops, ignore_eos)
+        kept: int | None = min(len(tokens) if keep is None else keep, self.n_ctx // 2)
+        if overflow != "slide":
+            kept = None
+        return self._pieces(run, tokens, kept, max_tokens, sampler, lookup, stops, ignore_eos)
 
     def _pieces(
         self,
@@ -374,6 +389,7 @@ class Engine:
         kept: int | None,
         max_tokens: int,
         sampler: Sampler,
+        lookup: PromptLookup,
         stops: StopStrings,
         ignore_eos: bool,
     ) -> Iterator[str]:
@@ -383,14 +399,16 @@ class Engine:
         run.prompt_tokens = len(tokens)
         history = list(tokens)
         sequence = self._engine.new_sequence()
-        held = 0
         stopped = False
+        # Guesses that the model has seen after the last token, and its logits after each token not yet followed.
+        draft: list[int] = []
         try:
             started = time.perf_counter()
-            logits = self._step(run, sequence, tokens)
+            lookup.reset(tokens)
+            rows = list(self._step(run, sequence, tokens, 1))
             held = len(tokens)
             while max_tokens < 0 or len(run.tokens) < max_tokens:
-                token = sampler.sample(logits, history)
+                token = sampler.sample(rows.pop(0), history)
                 elapsed = time.perf_counter() - started
                 if run.tokens:
                     run.generated_seconds += elapsed
@@ -401,6 +419,7 @@ class Engine:
                     break
                 run.tokens.append(token)
                 history.append(token)
+                lookup.push(token)
                 text, stopped = stops.push(decoder.push(token))
                 if text:
                     run.pieces.append(text)
@@ -408,16 +427,28 @@ class Engine:
                 if stopped:
                     run.finish_reason = "stop"
                     break
+                if draft and draft[0] == token:
+                    run.accepted += 1
+                    del draft[0]
+                    started = time.perf_counter()
+                    continue
+                held -= len(draft)
                 if max_tokens == len(run.tokens) or (max_tokens < 0 and kept is None and held == self.n_ctx):
                     break
                 started = time.perf_counter()
+                if draft:
+                    self._engine.truncate(sequence, held)
                 following = [token]
                 if kept is not None and held == self.n_ctx:
                     history = self._slide(history, kept, room=1)
                     following, held = history, 0
                     self._engine.truncate(sequence, 0)
-                logits = self._step(run, sequence, following)
-                held += len(following)
+                    lookup.reset(history)
+                left = max_tokens - len(run.tokens) if max_tokens >= 0 else self.n_ctx
+                draft = lookup.draft(min(self.n_ctx - held - len(following), left - 1))
+                run.drafted += len(draft)
+                rows = list(self._step(run, sequence, following + draft, 1 + len(draft)))
+                held += len(following) + len(draft)
             if not stopped:
                 text, _ = stops.push(decoder.finish())
                 text += stops.finish()
@@ -427,10 +458,9 @@ class Engine:
         finally:
             self._engine.free(sequence)
 
-    def _step(self, run: Run, sequence: int, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def _step(self, run: Run, sequence: int, tokens: Sequence[int], n_logits: int) -> NDArray[np.float32]:
         try:
-            logits: NDArray[np.float32] = self._engine.step([(sequence, np.asarray(tokens, np.uint32), 1)])[0]
-            return logits
+            return self._engine.step([(sequence, np.asarray(tokens, np.uint32), n_logits)])
         except ContextOverflowError as error:
             error.partial = run.completion()  # type: ignore[attr-defined]
             raise
@@ -481,7 +511,7 @@ class Engine:
 
         Returns:
             `device`, `instruction_set`, `threads`, `sparsity`, `sparse_threshold`, `activation`, `kv_type`, `n_ctx`,
-            `architecture`, `path`; `tokens` run so far; `bytes_read`: bytes of weights read for them; `density`: for
+            `architecture`, `path`, `interleaved`; `tokens` run so far; `bytes_read`: bytes of weights read for them; `density`: for
             each layer the share of FFN neurons selected for the average token; `active`: the share that
             contributed; `weight_bytes` mapped, `converted_bytes` of weights beside them; `kv_bytes` in use;
             `kv_bytes_per_token`.

@@ -32,7 +32,7 @@ PROMPT = "The capital of France is"
 
 def test_the_promised_signatures():
     names = lambda f: list(inspect.signature(f).parameters)  # noqa: E731
-    expected = "path threads n_ctx sparsity sparse_threshold activation kv_type device vram_budget seed"
+    expected = "path threads n_ctx sparsity sparse_threshold activation kv_type interleave device vram_budget seed"
     assert names(Engine)[:10] == expected.split()
     expected = "self prompt max_tokens temperature top_k top_p min_p repeat_penalty seed stop"
     assert names(Engine.generate)[:10] == expected.split()
@@ -417,3 +417,19 @@ def test_no_limit_ends_at_a_full_context():
     assert completion.finish_reason == "length"
     # The last token is there, though nothing can follow it.
     assert len(completion.tokens) == 20
+
+
+@pytest.mark.parametrize("name", ["llama-q4_0", "llama-q8_0", "falcon40-q4_0"])
+@pytest.mark.parametrize("sparsity", ["predicted", "exact", "dense"])
+def test_rows_side_by_side_change_no_bit(tiny, name, sparsity):
+    ids = np.arange(5, 45)
+    mapped = Engine(tiny(name), sparsity=sparsity, interleave=False)
+    copied = Engine(tiny(name), sparsity=sparsity, interleave=True)
+    assert not mapped.stats()["interleaved"]
+    assert mapped.stats()["converted_bytes"] < copied.stats()["converted_bytes"] or not copied.stats()["interleaved"]
+    assert np.array_equal(mapped.logits(ids), copied.logits(ids))
+
+
+def test_interleave_is_checked(tiny):
+    with pytest.raises(InvalidArgumentError, match="interleave"):
+        Engine(tiny("llama-q4_0"), interleave="yes")

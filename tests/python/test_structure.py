@@ -20,9 +20,10 @@ PYTHON_ROOMS = {
     "completion": 1,
     "tokenizer": 1,
     "sampling": 1,
+    "speculation": 2,
     "models": 1,
-    "engine": 2,
-    "cli": 3,
+    "engine": 3,
+    "cli": 4,
 }
 
 

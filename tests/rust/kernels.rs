@@ -105,7 +105,7 @@ impl Case {
         for i in 0..packed.n_tiles() {
             let x = packed.tile(i);
             // SAFETY: an output for each row and token, a table of this processor.
-            unsafe { gemm(&tile, n, &x, out[x.first * n..].as_mut_ptr(), n) };
+            unsafe { gemm(&tile, n, &x, false, out[x.first * n..].as_mut_ptr(), n) };
         }
         Some(out)
     }

@@ -56,6 +56,7 @@ def bench(
     sparse_threshold: options.Threshold = None,
     activation: options.ActivationName = None,
     kv_type: options.KvTypeName = options.KvType.F16,
+    interleave: options.Interleave = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
@@ -70,6 +71,7 @@ def bench(
         sparse_threshold=sparse_threshold,
         activation=activation,
         kv_type=kv_type,
+        interleave=interleave,
     )
     runs, bandwidths = [], []
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:

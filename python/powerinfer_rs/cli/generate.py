@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ..completion import Completion
 from ..sampling import SamplingParams
+from ..speculation import MOST
 from . import options
 
 
@@ -60,11 +61,16 @@ def generate(
     slide: Annotated[
         bool, typer.Option("--slide", help="Go on when the context is full, dropping old tokens.")
     ] = False,
+    prompt_lookup: Annotated[
+        int,
+        typer.Option("--prompt-lookup", min=0, max=MOST, help="Guess up to so many tokens from earlier text; 0 is off."),
+    ] = 0,
     no_echo: Annotated[bool, typer.Option("--no-echo", help="Don't print the prompt.")] = False,
     sparsity: options.SparsityMode = options.Sparsity.AUTO,
     sparse_threshold: options.Threshold = None,
     activation: options.ActivationName = None,
     kv_type: options.KvTypeName = options.KvType.F16,
+    interleave: options.Interleave = None,
     vram_budget: options.VramBudget = None,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No lines about model and timings.")] = False,
@@ -82,6 +88,7 @@ def generate(
         sparse_threshold=sparse_threshold,
         activation=activation,
         kv_type=kv_type,
+        interleave=interleave,
         vram_budget=vram_budget,
     )
     notes = Console(stderr=True, quiet=quiet or as_json, highlight=False, soft_wrap=True)
@@ -103,6 +110,7 @@ def generate(
             parse_special=special,
             ignore_eos=ignore_eos,
             overflow="slide" if slide else "error",
+            prompt_lookup=prompt_lookup,
             on_text=on_text,
         )
     except BaseException:
@@ -116,9 +124,10 @@ def generate(
         on_text("")
     print(flush=True)
     t = completion.timings
+    guessed = f"; {t.accepted} of {t.drafted} guesses right" if t.drafted else ""
     notes.print(
         f"prompt {t.prompt_tokens} tokens, {t.prompt_tokens_per_second:.1f} tokens/s; "
-        f"text {t.generated_tokens} tokens, {t.tokens_per_second:.1f} tokens/s; ended by {completion.finish_reason}",
+        f"text {t.generated_tokens} tokens, {t.tokens_per_second:.1f} tokens/s; ended by {completion.finish_reason}{guessed}",
         style="dim",
         markup=False,
     )

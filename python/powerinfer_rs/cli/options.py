@@ -78,6 +78,13 @@ ActivationName = Annotated[
     typer.Option("--activation", help="The FFN's activation, where the file's isn't right."),
 ]
 KvTypeName = Annotated[KvType, typer.Option("--kv-type", help="How keys and values are cached.")]
+Interleave = Annotated[
+    bool | None,
+    typer.Option(
+        "--interleave/--no-interleave",
+        help="Copy matrices with rows side by side, for speed; or leave the file mapped. By free memory if left out.",
+    ),
+]
 VramBudget = Annotated[
     float | None,
     typer.Option("--vram-budget", min=0, metavar="GB", help="GPU memory to use; unused without a GPU."),
@@ -94,6 +101,7 @@ def load(
     sparse_threshold: float | None = None,
     activation: Activation | None = None,
     kv_type: KvType = KvType.F16,
+    interleave: bool | None = None,
     vram_budget: float | None = None,
 ) -> Engine:
     """Load a model, with a progress bar on a terminal."""
@@ -115,6 +123,7 @@ def load(
             sparse_threshold=sparse_threshold,
             activation=activation and activation.value,
             kv_type=kv_type.value,
+            interleave=interleave,
             vram_budget=vram_budget,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -40,12 +40,14 @@ pub struct Panels {
     pub unpack: unsafe fn(panel: *const u8, n_cols: usize, tile: &mut WeightTile),
 }
 
-/// Dot products of a tile's first `n` rows with a tile of tokens, as [`Panels::dot`].
+/// Dot products of a tile's first `n` rows with a tile of tokens, as [`Panels::dot`]; where `goes_on`, added to what `out`
+/// holds, the sums of the columns before.
 ///
 /// # Safety
 /// Both tiles have rows of one length; `out` has places for `n` rows of every token; the processor has the kernel's
 /// instruction set.
-pub type Gemm = unsafe fn(weights: &WeightTile, n: usize, x: &PackedTile, out: *mut f32, stride: usize);
+pub type Gemm =
+    unsafe fn(weights: &WeightTile, n: usize, x: &PackedTile, goes_on: bool, out: *mut f32, stride: usize);
 
 /// Fills a tile from rows of blocks.
 pub type UnpackRows = unsafe fn(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile);

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::backend::Linear;
-use crate::quant::{LANES, Layout};
+use crate::quant::{LANES, Layout, panel_bytes};
 
 use super::kernels::{Kernels, Rows};
 use super::operand::{Operand, Packed, TOKEN_TILE, WeightTile};
@@ -17,8 +17,10 @@ pub const GEMM_TOKENS: usize = 12;
 const ROW_TILE: usize = 32;
 /// Rows of the next tile that memory is asked for while a kernel works on one.
 const AHEAD: usize = 4;
-/// Bytes of unpacked weights that are multiplied with all tokens before the next: they stay in the second-level cache.
-const TILE_BYTES: usize = 512 << 10;
+/// Weights of a row, and tiles of rows, that are unpacked and multiplied with all tokens before the next: half a megabyte
+/// of them, which stays in the second-level cache.
+const DEPTH: usize = 2048;
+const TILES_AT_A_TIME: usize = 8;
 
 thread_local! {
     /// Each thread's unpacked weights.
@@ -122,48 +124,54 @@ impl Matmul<'_> {
 
     fn gemm(&self, packed: &Packed, columns: Range<usize>) {
         let gemm = self.kernels.gemm.expect("asked before");
-        let tile_bytes = 2 * LANES * self.x.n_cols;
-        let n_tiles = (TILE_BYTES / tile_bytes).max(1);
+        let n_cols = self.x.n_cols;
         TILES.with_borrow_mut(|tiles| {
-            tiles.resize_with(tiles.len().max(n_tiles), WeightTile::default);
-            for block in columns.clone().step_by(n_tiles * LANES) {
-                let starts = (block..columns.end).step_by(LANES).take(n_tiles);
-                for (tile, column) in tiles.iter_mut().zip(starts.clone()) {
-                    self.unpack(column, LANES.min(columns.end - column), tile);
-                }
-                for i in 0..packed.n_tiles() {
-                    let x = packed.tile(i);
-                    for (tile, column) in tiles.iter().zip(starts.clone()) {
-                        let n = LANES.min(columns.end - column);
-                        let reach = (x.n_tokens - 1) * self.width + n;
-                        let out = self.out.pointer(x.first * self.width + column, reach);
-                        // SAFETY: all that is written lies inside the output, callers of `run` keep columns apart, and
-                        // the table is this processor's.
-                        unsafe { gemm(tile, n, &x, out, self.width) };
-                        self.add_bias(x.first..x.first + x.n_tokens, column, n);
+            tiles.resize_with(TILES_AT_A_TIME, WeightTile::default);
+            for block in columns.clone().step_by(TILES_AT_A_TIME * LANES) {
+                let starts = (block..columns.end).step_by(LANES).take(TILES_AT_A_TIME);
+                for depth in (0..n_cols).step_by(DEPTH) {
+                    let depths = depth..(depth + DEPTH).min(n_cols);
+                    for (tile, column) in tiles.iter_mut().zip(starts.clone()) {
+                        self.unpack(column, LANES.min(columns.end - column), depths.clone(), tile);
                     }
+                    for i in 0..packed.n_tiles() {
+                        let x = packed.tile(i).columns(depths.clone());
+                        for (tile, column) in tiles.iter().zip(starts.clone()) {
+                            let n = LANES.min(columns.end - column);
+                            let reach = (x.n_tokens - 1) * self.width + n;
+                            let out = self.out.pointer(x.first * self.width + column, reach);
+                            // SAFETY: all that is written lies inside the output, callers of `run` keep columns apart,
+                            // and the table is this processor's.
+                            unsafe { gemm(tile, n, &x, depth > 0, out, self.width) };
+                        }
+                    }
+                }
+                for column in starts {
+                    self.add_bias(0..self.x.n_tokens, column, LANES.min(columns.end - column));
                 }
             }
         });
     }
 
-    /// Fills `tile` with the `n` rows of columns `column ..`.
-    fn unpack(&self, column: usize, n: usize, tile: &mut WeightTile) {
-        let weight = &self.linear.weight;
+    /// Fills `tile` with columns `depths` of the `n` rows whose results are columns `column ..`.
+    fn unpack(&self, column: usize, n: usize, depths: Range<usize>, tile: &mut WeightTile) {
+        let (weight, dtype) = (&self.linear.weight, self.linear.weight.dtype());
         match weight.layout() {
             Layout::Panels => {
-                let panels = self.kernels.panels[weight.dtype() as usize];
-                let panel = self.panel(column / LANES).as_ptr();
-                // SAFETY: the panel is whole, the table is this processor's.
-                unsafe { (panels.expect("panels are made where there are kernels").unpack)(panel, weight.n_cols(), tile) };
+                let panels = self.kernels.panels[dtype as usize].expect("panels are made where there are kernels");
+                let before = panel_bytes(dtype, depths.start).expect("a type that interleaves");
+                let panel = self.panel(column / LANES)[before..].as_ptr();
+                // SAFETY: the panel is whole, and so its part; the table is this processor's.
+                unsafe { (panels.unpack)(panel, depths.len(), tile) };
             }
             Layout::Rows => {
+                let part = dtype.row_bytes(depths.start)..dtype.row_bytes(depths.end);
                 let mut rows: [&[u8]; LANES] = [&[]; LANES];
                 for (i, row) in rows[..n].iter_mut().enumerate() {
-                    *row = weight.row(self.row_of(column + i));
+                    *row = &weight.row(self.row_of(column + i))[part.clone()];
                 }
                 // SAFETY: the table is this processor's.
-                unsafe { (self.kernels.unpack_rows)(weight.dtype(), &rows[..n], weight.n_cols(), tile) };
+                unsafe { (self.kernels.unpack_rows)(dtype, &rows[..n], depths.len(), tile) };
             }
         }
     }

@@ -185,6 +185,21 @@ pub struct PackedTile<'a> {
     pub sum: &'a [i32],
 }
 
+impl<'a> PackedTile<'a> {
+    /// The tile's columns `columns`, which begin at a multiple of [`Q_BLOCK`].
+    pub fn columns(&self, columns: std::ops::Range<usize>) -> PackedTile<'a> {
+        assert!(columns.start.is_multiple_of(Q_BLOCK) && columns.end <= self.n_cols);
+        let n = self.n_tokens;
+        PackedTile {
+            n_cols: columns.len(),
+            words: &self.words[columns.start / 2 * n..columns.end / 2 * n],
+            d: &self.d[columns.start / Q_BLOCK * n..],
+            sum: &self.sum[columns.start / Q_GROUP * n..],
+            ..*self
+        }
+    }
+}
+
 impl Packed {
     pub fn resize(&mut self, n_tokens: usize, n_cols: usize) {
         (self.n_cols, self.n_tokens) = (n_cols, n_tokens);

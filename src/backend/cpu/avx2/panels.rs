@@ -267,7 +267,14 @@ unsafe fn unpack<F: Interleaved>(panel: *const u8, n_cols: usize, tile: &mut Wei
 /// # Safety
 /// As [`super::super::kernels::Gemm`].
 #[target_feature(enable = "avx2,fma,f16c")]
-pub unsafe fn gemm(weights: &WeightTile, n: usize, x: &PackedTile, out: *mut f32, stride: usize) {
+pub unsafe fn gemm(
+    weights: &WeightTile,
+    n: usize,
+    x: &PackedTile,
+    goes_on: bool,
+    out: *mut f32,
+    stride: usize,
+) {
     assert_eq!(weights.n_cols, x.n_cols);
     let mut t = 0;
     while t < x.n_tokens {
@@ -275,9 +282,9 @@ pub unsafe fn gemm(weights: &WeightTile, n: usize, x: &PackedTile, out: *mut f32
         unsafe {
             let out = out.add(t * stride);
             t += match x.n_tokens - t {
-                1 => gemm_tokens::<1>(weights, n, x, t, out, stride),
-                2 => gemm_tokens::<2>(weights, n, x, t, out, stride),
-                _ => gemm_tokens::<TOKENS>(weights, n, x, t, out, stride),
+                1 => gemm_tokens::<1>(weights, n, x, t, goes_on, out, stride),
+                2 => gemm_tokens::<2>(weights, n, x, t, goes_on, out, stride),
+                _ => gemm_tokens::<TOKENS>(weights, n, x, t, goes_on, out, stride),
             }
         }
     }
@@ -292,11 +299,22 @@ unsafe fn gemm_tokens<const T: usize>(
     n: usize,
     x: &PackedTile,
     first: usize,
+    goes_on: bool,
     out: *mut f32,
     stride: usize,
 ) -> usize {
     let (words, x_words) = (weights.words.as_ptr(), x.words.as_ptr().cast::<i32>());
     let mut sums = [[_mm256_setzero_ps(); 2]; T];
+    if goes_on {
+        for t in 0..T {
+            let mut all = [0.0f32; LANES];
+            // SAFETY: the output has places for n rows of every token.
+            sums[t] = unsafe {
+                std::ptr::copy_nonoverlapping(out.add(t * stride), all.as_mut_ptr(), n);
+                [_mm256_loadu_ps(all.as_ptr()), _mm256_loadu_ps(all.as_ptr().add(8))]
+            };
+        }
+    }
     let share = weights.share;
     for g in 0..x.n_cols / share {
         let mut dots = [[_mm256_setzero_si256(); 2]; T];

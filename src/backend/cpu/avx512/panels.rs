@@ -238,7 +238,14 @@ unsafe fn unpack<F: Interleaved>(panel: *const u8, n_cols: usize, tile: &mut Wei
 /// # Safety
 /// As [`super::super::kernels::Gemm`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-pub unsafe fn gemm(weights: &WeightTile, n: usize, x: &PackedTile, out: *mut f32, stride: usize) {
+pub unsafe fn gemm(
+    weights: &WeightTile,
+    n: usize,
+    x: &PackedTile,
+    goes_on: bool,
+    out: *mut f32,
+    stride: usize,
+) {
     assert_eq!(weights.n_cols, x.n_cols);
     macro_rules! by_tokens {
         ($($t:literal)*) => {
@@ -246,10 +253,10 @@ pub unsafe fn gemm(weights: &WeightTile, n: usize, x: &PackedTile, out: *mut f32
                 // SAFETY: as the caller promises.
                 $($t => unsafe {
                     match (weights.share, weights.has_min) {
-                        (32, false) => gemm_tile::<$t, 32, false>(weights, n, x, out, stride),
-                        (32, true) => gemm_tile::<$t, 32, true>(weights, n, x, out, stride),
-                        (_, false) => gemm_tile::<$t, 16, false>(weights, n, x, out, stride),
-                        (_, true) => gemm_tile::<$t, 16, true>(weights, n, x, out, stride),
+                        (32, false) => gemm_tile::<$t, 32, false>(weights, n, x, goes_on, out, stride),
+                        (32, true) => gemm_tile::<$t, 32, true>(weights, n, x, goes_on, out, stride),
+                        (_, false) => gemm_tile::<$t, 16, false>(weights, n, x, goes_on, out, stride),
+                        (_, true) => gemm_tile::<$t, 16, true>(weights, n, x, goes_on, out, stride),
                     }
                 },)*
                 n => unreachable!("a tile of {n} tokens"),
@@ -267,11 +274,18 @@ unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool>(
     weights: &WeightTile,
     n: usize,
     x: &PackedTile,
+    goes_on: bool,
     out: *mut f32,
     stride: usize,
 ) {
     let (words, x_words) = (weights.words.as_ptr(), x.words.as_ptr().cast::<i32>());
     let mut sums = [_mm512_setzero_ps(); T];
+    if goes_on {
+        for t in 0..T {
+            // SAFETY: the output has places for n rows of every token.
+            sums[t] = unsafe { _mm512_maskz_loadu_ps(lanes(n), out.add(t * stride)) };
+        }
+    }
     for g in 0..x.n_cols / SHARE {
         let mut dots = [_mm512_setzero_si512(); T];
         for pair in g * SHARE / 2..(g + 1) * SHARE / 2 {

@@ -109,7 +109,9 @@ class PowerInfer:
         text = " ".join(["the"] * (n_prompt - 1))
         command = [*self.command, "-n", str(n_decode + 1), "-p", text]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-        speed = [float(re.search(rf"\b{w} time.*?([\d.]+) tokens per second", told)[1]) for w in ("prompt eval", " eval")]
+        speed = [
+            float(re.search(rf"\b{w} time.*?([\d.]+) tokens per second", told)[1]) for w in ("prompt eval", " eval")
+        ]
         return n_prompt / speed[0], n_decode / speed[1]
 
 

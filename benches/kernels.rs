@@ -57,7 +57,6 @@ fn activations(kernels: &Kernels, n_tokens: usize) -> (Vec<f32>, Quantized) {
             rows.split(t);
         }
     }
-    drop(rows);
     (x, quantized)
 }
 
@@ -97,7 +96,9 @@ fn panels(c: &mut Criterion) {
             group.throughput(Throughput::Elements((LANES * N_COLS * TOKEN_TILE) as u64)).sample_size(10);
             group.bench_function(BenchmarkId::from_parameter(dtype.name()), |b| {
                 // SAFETY: tiles of one length, an output for each row and token, a table of this processor.
-                b.iter(|| unsafe { gemm(black_box(&tile), LANES, &packed.tile(0), false, out.as_mut_ptr(), LANES) })
+                b.iter(|| unsafe {
+                    gemm(black_box(&tile), LANES, &packed.tile(0), false, out.as_mut_ptr(), LANES)
+                })
             });
         }
     }

@@ -38,11 +38,11 @@ class Engine:
         sparse_threshold: The predictor score from which a neuron is computed; none for the file's.
         activation: "relu", "silu" or "gelu" where the file's own isn't right.
         kv_type: How keys and values are cached: "f16", "q8_0" or "f32". The first 256 positions are always float32.
-        interleave: Whether matrices that are read in full are copied with sixteen rows side by side, which is faster;
-            False leaves the file mapped in place, None decides by the memory that is free. The text is the same.
         device: "auto" or "cpu".
         vram_budget: GB of GPU memory to use; 0 or none here, since this build has no GPU.
         seed: What `generate` and `stream` draw with when they aren't given a seed; none for a fresh one each time.
+        interleave: Whether matrices that are read in full are copied with sixteen rows side by side, which is faster;
+            False leaves the file mapped in place, None decides by the memory that is free. The text is the same.
         progress: Called with layers loaded and layers in all.
 
     Raises:
@@ -68,10 +68,10 @@ class Engine:
         sparse_threshold: float | None = None,
         activation: str | None = None,
         kv_type: str = "f16",
-        interleave: bool | None = None,
         device: str = "auto",
         vram_budget: float | None = None,
         seed: int | None = None,
+        interleave: bool | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         _check_device(device, vram_budget)
@@ -118,8 +118,8 @@ class Engine:
         i = self._engine.info()
         converted = i["converted_bytes"] / 1e6
         return (
-            f"{Path(i['path']).name}: {i['architecture']}, {i['weight_bytes'] / 1e6:.1f} MB mapped"
-            f"{f', {converted:.1f} MB rearranged' if converted else ''} on {i['device']} "
+            f"{Path(i['path']).name}: {i['architecture']}, {i['weight_bytes'] / 1e6:.1f} MB mapped on {i['device']}"
+            f"{f', {converted:.1f} MB rearranged' if converted else ''} "
             f"({i['instruction_set']}, threads: {i['threads']}), {i['sparsity']} FFN ({i['activation']}), "
             f"{i['kv_type']} cache of {i['n_ctx']} tokens"
         )
@@ -511,8 +511,8 @@ class Engine:
 
         Returns:
             `device`, `instruction_set`, `threads`, `sparsity`, `sparse_threshold`, `activation`, `kv_type`, `n_ctx`,
-            `architecture`, `path`, `interleaved`; `tokens` run so far; `bytes_read`: bytes of weights read for them; `density`: for
-            each layer the share of FFN neurons selected for the average token; `active`: the share that
+            `architecture`, `path`, `interleaved`; `tokens` run so far; `bytes_read`: bytes of weights read for them;
+            `density`: for each layer the share of FFN neurons selected for the average token; `active`: the share that
             contributed; `weight_bytes` mapped, `converted_bytes` of weights beside them; `kv_bytes` in use;
             `kv_bytes_per_token`.
         """

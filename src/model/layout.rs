@@ -115,7 +115,9 @@ fn side_by_side(weight: &Matrix, kernels: &Kernels, team: &Team) -> Result<Matri
     team.run(n.div_ceil(AT_A_TIME), &|c| {
         for i in c * AT_A_TIME..((c + 1) * AT_A_TIME).min(n) {
             // SAFETY: each panel is written once; the table is this processor's.
-            unsafe { (kernels.interleave)(weight.dtype(), &weight.panel_rows(i), parts.part(i * size, size)) };
+            unsafe {
+                (kernels.interleave)(weight.dtype(), &weight.panel_rows(i), parts.part(i * size, size))
+            };
         }
     });
     weight.release();
@@ -151,7 +153,11 @@ fn turn(down: &Linear, team: &Team) -> Result<Linear> {
         let out = unsafe { parts.part(neurons.start * row_bytes, neurons.len() * row_bytes) };
         let bytes = w.dtype().row_bytes(neurons.start)..w.dtype().row_bytes(neurons.end);
         let strips = (0..n_embd).map(|i| &w.row(i)[bytes.clone()]);
-        if w.dtype().is_quantized() { turn_blocks(w.dtype(), dtype, strips, out) } else { turn_values(dtype, strips, out) }
+        if w.dtype().is_quantized() {
+            turn_blocks(w.dtype(), dtype, strips, out)
+        } else {
+            turn_values(dtype, strips, out)
+        }
     });
     let weight = Matrix::new(dtype, n_ff, n_embd, pages.freeze().map_err(out_of_memory)?);
     Ok(Linear { weight, bias: down.bias.clone() })

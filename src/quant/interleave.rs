@@ -162,8 +162,9 @@ fn put_weights(bits: usize, u: &[u8; CHUNK], lane: usize, out: &mut [u8]) {
     }
     let planes = &mut out[4 * LANES..];
     if bits == 5 {
-        planes[lane] =
-            std::array::from_fn(|b| quads.iter().enumerate().fold(0, |byte, (j, quad)| byte | (quad[b] >> 4) << j));
+        planes[lane] = std::array::from_fn(|b| {
+            quads.iter().enumerate().fold(0, |byte, (j, quad)| byte | (quad[b] >> 4) << j)
+        });
     }
     if bits == 6 {
         for (p, quads) in quads.chunks_exact(4).enumerate() {

@@ -32,7 +32,7 @@ PROMPT = "The capital of France is"
 
 def test_the_promised_signatures():
     names = lambda f: list(inspect.signature(f).parameters)  # noqa: E731
-    expected = "path threads n_ctx sparsity sparse_threshold activation kv_type interleave device vram_budget seed"
+    expected = "path threads n_ctx sparsity sparse_threshold activation kv_type device vram_budget seed"
     assert names(Engine)[:10] == expected.split()
     expected = "self prompt max_tokens temperature top_k top_p min_p repeat_penalty seed stop"
     assert names(Engine.generate)[:10] == expected.split()

@@ -37,7 +37,6 @@ impl Case {
                 parts.split(t);
             }
         }
-        drop(parts);
         quantized
     }
 
@@ -174,7 +173,9 @@ fn a_tile_does_not_change_its_parts() {
 #[test]
 fn every_layout_gives_the_same_bits() {
     for dtype in types().filter(|t| t.is_quantized()) {
-        for (n_rows, n_tokens, blocks) in [(1, 1, 1), (16, 1, 3), (5, 2, 2), (16, 3, 5), (13, 7, 4), (16, 40, 9)] {
+        for (n_rows, n_tokens, blocks) in
+            [(1, 1, 1), (16, 1, 3), (5, 2, 2), (16, 3, 5), (13, 7, 4), (16, 40, 9)]
+        {
             let case = Case::new(dtype, blocks * dtype.block_len(), n_rows, n_tokens, blocks as u64);
             for kernels in available() {
                 let want: Vec<u32> = case.run(kernels).iter().map(|v| v.to_bits()).collect();
@@ -185,7 +186,11 @@ fn every_layout_gives_the_same_bits() {
                 ];
                 for (what, got) in others {
                     let got = got.map(|got| got.iter().map(|v| v.to_bits()).collect::<Vec<_>>());
-                    assert!(got.is_none_or(|got| got == want), "{} {dtype:?} {what}, {n_tokens}", kernels.name);
+                    assert!(
+                        got.is_none_or(|got| got == want),
+                        "{} {dtype:?} {what}, {n_tokens}",
+                        kernels.name
+                    );
                 }
             }
         }

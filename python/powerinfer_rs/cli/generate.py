@@ -63,7 +63,9 @@ def generate(
     ] = False,
     prompt_lookup: Annotated[
         int,
-        typer.Option("--prompt-lookup", min=0, max=MOST, help="Guess up to so many tokens from earlier text; 0 is off."),
+        typer.Option(
+            "--prompt-lookup", min=0, max=MOST, help="Guess up to so many tokens from earlier text; 0 is off."
+        ),
     ] = 0,
     no_echo: Annotated[bool, typer.Option("--no-echo", help="Don't print the prompt.")] = False,
     sparsity: options.SparsityMode = options.Sparsity.AUTO,
@@ -124,10 +126,10 @@ def generate(
         on_text("")
     print(flush=True)
     t = completion.timings
-    guessed = f"; {t.accepted} of {t.drafted} guesses right" if t.drafted else ""
+    end = f"ended by {completion.finish_reason}" + (f"; {t.accepted} of {t.drafted} guesses right" if t.drafted else "")
     notes.print(
         f"prompt {t.prompt_tokens} tokens, {t.prompt_tokens_per_second:.1f} tokens/s; "
-        f"text {t.generated_tokens} tokens, {t.tokens_per_second:.1f} tokens/s; ended by {completion.finish_reason}{guessed}",
+        f"text {t.generated_tokens} tokens, {t.tokens_per_second:.1f} tokens/s; {end}",
         style="dim",
         markup=False,
     )

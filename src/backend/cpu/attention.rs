@@ -64,9 +64,8 @@ pub fn store_value(dtype: DType, x: &[f32], slot: usize, values: &mut [u8]) {
 /// How many tokens from place `start` on can share a tile: those that follow one another in one sequence.
 pub fn tile_len<B>(places: &[Place<B>], start: usize, n_heads: usize) -> usize {
     let first = &places[start];
-    let follows = |(i, p): (usize, &Place<B>)| {
-        std::ptr::eq(p.blocks, first.blocks) && p.position == first.position + i
-    };
+    let follows =
+        |(i, p): (usize, &Place<B>)| std::ptr::eq(p.blocks, first.blocks) && p.position == first.position + i;
     let room = (SCORE_BYTES / 4 / n_heads / (first.position + TILE_TOKENS).next_multiple_of(KV_BLOCK)).max(1);
     let run = places[start..].iter().enumerate().take_while(|(i, p)| follows((*i, p))).count();
     run.min(room).min(TILE_TOKENS)
@@ -127,7 +126,8 @@ impl Tile<'_> {
             });
             let mut mix = |tokens: std::ops::Range<usize>, n: usize| {
                 let rows = tokens.start * self.n_heads..tokens.end * self.n_heads;
-                let (scores, out) = (&scores[rows.start * stride + start..], &mut out[rows.start * dim..rows.end * dim]);
+                let (scores, out) =
+                    (&scores[rows.start * stride + start..], &mut out[rows.start * dim..rows.end * dim]);
                 // SAFETY: the table is this processor's.
                 unsafe { (k.mix)(&values[..n * dim], scores, stride, dim, out) };
             };

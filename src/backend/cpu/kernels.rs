@@ -23,6 +23,9 @@ pub struct Rows<'a> {
     pub next: &'a [*const u8],
 }
 
+/// A row's place and its weight in a sum.
+pub type Pick = (u32, f32);
+
 /// What an instruction set does with rows of blocks beyond [`Dot`]: the same sums, to the bit, from other layouts.
 #[derive(Clone, Copy)]
 pub struct Panels {
@@ -76,7 +79,7 @@ pub struct Kernels {
     /// See `portable::mix`.
     pub mix: unsafe fn(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]),
     /// See `portable::mix_picks`.
-    pub mix_picks: unsafe fn(values: &[f32], first: u32, picks: &[(u32, f32)], out: &mut [f32]),
+    pub mix_picks: unsafe fn(values: &[f32], first: u32, picks: &[Pick], out: &mut [f32]),
     pub softmax: unsafe fn(x: &mut [f32], scale: f32),
     pub silu: unsafe fn(x: &mut [f32]),
     pub gelu: unsafe fn(x: &mut [f32]),
@@ -141,7 +144,8 @@ macro_rules! over_tiles {
     ($tile:ident::<$f:ty>($rows:expr, $x:expr, $out:expr, $stride:expr)) => {{
         let (fours, rest) = $rows.now.as_chunks::<4>();
         // Rows left over have the last one beside them as often as it takes, for nothing.
-        let filled: Option<[*const u8; 4]> = rest.last().map(|l| std::array::from_fn(|i| *rest.get(i).unwrap_or(l)));
+        let filled: Option<[*const u8; 4]> =
+            rest.last().map(|l| std::array::from_fn(|i| *rest.get(i).unwrap_or(l)));
         let mut t = 0;
         while t < $x.n_tokens {
             let n = if $x.n_tokens - t >= 4 { 4 } else { 1 };

@@ -23,8 +23,8 @@ const DEPTH: usize = 2048;
 const TILES_AT_A_TIME: usize = 8;
 
 thread_local! {
-    /// Each thread's unpacked weights.
-    static TILES: RefCell<Vec<WeightTile>> = const { RefCell::new(Vec::new()) };
+    /// Each thread's unpacked weights, and room for a panel on the way.
+    static TILES: RefCell<(Vec<WeightTile>, Vec<u8>)> = const { RefCell::new((Vec::new(), Vec::new())) };
 }
 
 /// The products of one linear layer's rows, or of some of them, with all tokens.
@@ -125,14 +125,14 @@ impl Matmul<'_> {
     fn gemm(&self, packed: &Packed, columns: Range<usize>) {
         let gemm = self.kernels.gemm.expect("asked before");
         let n_cols = self.x.n_cols;
-        TILES.with_borrow_mut(|tiles| {
+        TILES.with_borrow_mut(|(tiles, panel)| {
             tiles.resize_with(TILES_AT_A_TIME, WeightTile::default);
             for block in columns.clone().step_by(TILES_AT_A_TIME * LANES) {
                 let starts = (block..columns.end).step_by(LANES).take(TILES_AT_A_TIME);
                 for depth in (0..n_cols).step_by(DEPTH) {
                     let depths = depth..(depth + DEPTH).min(n_cols);
                     for (tile, column) in tiles.iter_mut().zip(starts.clone()) {
-                        self.unpack(column, LANES.min(columns.end - column), depths.clone(), tile);
+                        self.unpack(column, LANES.min(columns.end - column), depths.clone(), tile, panel);
                     }
                     for i in 0..packed.n_tiles() {
                         let x = packed.tile(i).columns(depths.clone());
@@ -154,11 +154,19 @@ impl Matmul<'_> {
     }
 
     /// Fills `tile` with columns `depths` of the `n` rows whose results are columns `column ..`.
-    fn unpack(&self, column: usize, n: usize, depths: Range<usize>, tile: &mut WeightTile) {
+    fn unpack(
+        &self,
+        column: usize,
+        n: usize,
+        depths: Range<usize>,
+        tile: &mut WeightTile,
+        scratch: &mut Vec<u8>,
+    ) {
         let (weight, dtype) = (&self.linear.weight, self.linear.weight.dtype());
+        let panels = self.kernels.panels[dtype as usize];
         match weight.layout() {
             Layout::Panels => {
-                let panels = self.kernels.panels[dtype as usize].expect("panels are made where there are kernels");
+                let panels = panels.expect("panels are made where there are kernels");
                 let before = panel_bytes(dtype, depths.start).expect("a type that interleaves");
                 let panel = self.panel(column / LANES)[before..].as_ptr();
                 // SAFETY: the panel is whole, and so its part; the table is this processor's.
@@ -170,8 +178,18 @@ impl Matmul<'_> {
                 for (i, row) in rows[..n].iter_mut().enumerate() {
                     *row = &weight.row(self.row_of(column + i))[part.clone()];
                 }
-                // SAFETY: the table is this processor's.
-                unsafe { (self.kernels.unpack_rows)(dtype, &rows[..n], depths.len(), tile) };
+                let Some(panels) = panels else {
+                    // SAFETY: the table is this processor's.
+                    return unsafe { (self.kernels.unpack_rows)(dtype, &rows[..n], depths.len(), tile) };
+                };
+                // Side by side first: from there, unpacking needs no steps across a register.
+                scratch.clear();
+                scratch.resize(panel_bytes(dtype, depths.len()).expect("a type with panels"), 0);
+                // SAFETY: a whole panel of zeros; the table is this processor's.
+                unsafe {
+                    (self.kernels.interleave)(dtype, &rows[..n], scratch);
+                    (panels.unpack)(scratch.as_ptr(), depths.len(), tile);
+                }
             }
         }
     }

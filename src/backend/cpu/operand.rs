@@ -101,8 +101,9 @@ impl QuantizedParts<'_> {
     pub unsafe fn split(&self, token: usize) {
         let s = self.stride;
         // SAFETY: rows don't overlap, and the caller has each once.
-        let (words, high, low) =
-            unsafe { (self.words.part(token * s, s), self.high.part(token * s, s), self.low.part(token * s, s)) };
+        let (words, high, low) = unsafe {
+            (self.words.part(token * s, s), self.high.part(token * s, s), self.low.part(token * s, s))
+        };
         for ((w, h), l) in words.iter().zip(high).zip(low) {
             *h = ((*w + 128) >> 8) as i8;
             *l = *w as i8;
@@ -237,7 +238,8 @@ impl Packed {
     pub fn fill(&mut self, from: &Quantized, run: impl FnOnce(usize, &(dyn Fn(usize) + Sync))) {
         let (n_cols, stride) = (self.n_cols, self.n_cols.next_multiple_of(Q_BLOCK));
         let ranges: Vec<_> = (0..self.n_tiles()).map(|i| self.tokens(i)).collect();
-        let (words, d, sum) = (Parts::new(&mut self.words), Parts::new(&mut self.d), Parts::new(&mut self.sum));
+        let (words, d, sum) =
+            (Parts::new(&mut self.words), Parts::new(&mut self.d), Parts::new(&mut self.sum));
         run(ranges.len(), &|i| {
             let (start, n) = (ranges[i].start, ranges[i].len());
             // SAFETY: tiles don't overlap, and each is filled once.

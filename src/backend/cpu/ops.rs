@@ -9,7 +9,7 @@ use crate::backend::{
 use crate::quant::{LANES, Matrix};
 
 use super::attention::{Tile, store_key, store_value, tile_len};
-use super::kernels::Kernels;
+use super::kernels::{Kernels, Pick};
 use super::matmul::{GEMM_TOKENS, Matmul};
 use super::operand::{Operand, Packed, Quantized};
 use super::pool::{Parts, Team};
@@ -192,7 +192,7 @@ impl Backend for Cpu<'_> {
         let (width, n_active) = (linear.weight.n_cols(), neurons.list.len());
         out.resize(n_tokens * width, 0.0);
         // Of each token what isn't zero, by its place in the list.
-        let mut picks: Vec<Vec<(u32, f32)>> = vec![Vec::new(); n_tokens];
+        let mut picks: Vec<Vec<Pick>> = vec![Vec::new(); n_tokens];
         let parts = Parts::new(&mut picks);
         self.for_rows(n_tokens, n_active, &|t| {
             let h = h[t * n_active..][..n_active].iter().enumerate();
@@ -395,7 +395,8 @@ impl Backend for Cpu<'_> {
                 results.resize(queries.len(), 0.0);
                 let head = part * n_heads / group;
                 let places = &places[tokens.clone()];
-                Tile { kernels: self.kernels, shape, layer, head, places, n_heads }.attend(&queries, &mut results);
+                Tile { kernels: self.kernels, shape, layer, head, places, n_heads }
+                    .attend(&queries, &mut results);
                 for (t, results) in tokens.zip(results.chunks_exact(n_heads * dim)) {
                     // SAFETY: each token and group of heads has its own values.
                     unsafe { out.part(at(t), n_heads * dim) }.copy_from_slice(results);

@@ -5,6 +5,7 @@ use crate::backend::KV_BLOCK;
 use crate::quant::{self, Block, DType, GROUP, Groups, LANES, decode_block};
 use crate::with_block;
 
+use super::kernels::Pick;
 use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut, WeightTile};
 
 /// Sums in sixteen lanes, in a fixed order.
@@ -180,7 +181,9 @@ pub fn scores<const FUSED: bool>(keys: &[f32], queries: &[f32], dim: usize, out:
         let mut take = || rows.next().expect("counted");
         if n == 4 {
             let sums = score_rows::<FUSED, 4>(keys, [take(), take(), take(), take()]);
-            sums.iter().enumerate().for_each(|(i, s)| out[(row + i) * stride..][..KV_BLOCK].copy_from_slice(s));
+            sums.iter()
+                .enumerate()
+                .for_each(|(i, s)| out[(row + i) * stride..][..KV_BLOCK].copy_from_slice(s));
         } else {
             let [sums] = score_rows::<FUSED, 1>(keys, [take()]);
             out[row * stride..][..KV_BLOCK].copy_from_slice(&sums);
@@ -211,7 +214,12 @@ pub fn mix<const FUSED: bool>(values: &[f32], weights: &[f32], stride: usize, di
     for start in (0..n).step_by(4) {
         let rows = &mut out[start * dim..];
         if n - start >= 4 {
-            mix_rows::<FUSED, 4>(values, std::array::from_fn(|i| &weights[(start + i) * stride..]), dim, rows);
+            mix_rows::<FUSED, 4>(
+                values,
+                std::array::from_fn(|i| &weights[(start + i) * stride..]),
+                dim,
+                rows,
+            );
         } else {
             for i in 0..n - start {
                 mix_rows::<FUSED, 1>(values, [&weights[(start + i) * stride..]], dim, &mut rows[i * dim..]);
@@ -259,7 +267,7 @@ fn mix_rows<const FUSED: bool, const N: usize>(
 
 /// Adds to `out` the rows of `values`, (n, out.len()), that `picks` name, counted from `first`, times their weights.
 #[inline(always)]
-pub fn mix_picks<const FUSED: bool>(values: &[f32], first: u32, picks: &[(u32, f32)], out: &mut [f32]) {
+pub fn mix_picks<const FUSED: bool>(values: &[f32], first: u32, picks: &[Pick], out: &mut [f32]) {
     const COLUMNS: usize = 64;
     let dim = out.len();
     let row = |k: u32| &values[(k - first) as usize * dim..][..dim];
@@ -369,6 +377,7 @@ fn unpack_blocks<B: Block>(rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile)
 macro_rules! instantiate {
     (all_but_along $(#[$feature:meta])?) => {
         mod instance {
+            use crate::backend::cpu::kernels::Pick;
             use crate::backend::cpu::operand::{QRowMut, WeightTile};
             use crate::backend::cpu::portable as p;
             use crate::quant::DType;
@@ -385,7 +394,7 @@ macro_rules! instantiate {
             $crate::backend::cpu::portable::instantiate!(@fused [$(#[$feature])?];
                 scores(keys: &[f32], queries: &[f32], dim: usize, out: &mut [f32], stride: usize);
                 mix(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]);
-                mix_picks(values: &[f32], first: u32, picks: &[(u32, f32)], out: &mut [f32]);
+                mix_picks(values: &[f32], first: u32, picks: &[Pick], out: &mut [f32]);
             );
         }
     };

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::backend::Linear;
 
 use super::fetch;
-use super::kernels::Kernels;
+use super::kernels::{Kernels, Pick};
 
 /// How far ahead memory is asked for a neuron's row.
 const NEURONS_AHEAD: usize = 3;
@@ -23,7 +23,7 @@ pub struct RowSum<'a> {
     /// The rows that picks count in.
     pub list: &'a [u32],
     /// Of each token, places in `list` and weights.
-    pub picks: &'a [Vec<(u32, f32)>],
+    pub picks: &'a [Vec<Pick>],
 }
 
 impl RowSum<'_> {
@@ -63,17 +63,20 @@ impl RowSum<'_> {
 
     fn row(&self, place: u32, columns: &Range<usize>) -> &[u8] {
         let (w, dtype) = (&self.linear.weight, self.linear.weight.dtype());
-        &w.row(self.list[place as usize] as usize)[dtype.row_bytes(columns.start)..dtype.row_bytes(columns.end)]
+        &w.row(self.list[place as usize] as usize)
+            [dtype.row_bytes(columns.start)..dtype.row_bytes(columns.end)]
     }
 
     /// Straight from the rows.
-    fn one(&self, picks: &[(u32, f32)], columns: Range<usize>, out: &mut [f32]) {
+    fn one(&self, picks: &[Pick], columns: Range<usize>, out: &mut [f32]) {
         for (n, (place, weight)) in picks.iter().enumerate() {
             if let Some((next, _)) = picks.get(n + NEURONS_AHEAD) {
                 fetch(self.row(*next, &columns));
             }
             // SAFETY: the table is this processor's.
-            unsafe { (self.kernels.axpy)(self.linear.weight.dtype(), *weight, self.row(*place, &columns), out) };
+            unsafe {
+                (self.kernels.axpy)(self.linear.weight.dtype(), *weight, self.row(*place, &columns), out)
+            };
         }
     }
 

@@ -199,7 +199,8 @@ unsafe fn add_step<F: Units, const T: usize>(
             ];
             if F::SHARE == 32 {
                 let x_sums = _mm_mul_ps(d, _mm_cvtepi32_ps(_mm_hadd_epi32(x_sums, x_sums)));
-                let halves = [_mm_add_epi32(quarters[0], quarters[1]), _mm_add_epi32(quarters[2], quarters[3])];
+                let halves =
+                    [_mm_add_epi32(quarters[0], quarters[1]), _mm_add_epi32(quarters[2], quarters[3])];
                 add_group::<F>(&mut sums[t], halves[0], d, scales[0], _mm_broadcastss_ps(x_sums));
                 add_group::<F>(&mut sums[t], halves[1], d, scales[1], _mm_permute_ps(x_sums, 0x55));
             } else {
@@ -216,7 +217,13 @@ unsafe fn add_step<F: Units, const T: usize>(
 /// Adds a group's dot products: those with the weights' integers, and the offsets' share.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-fn add_group<F: Units>(sum: &mut __m128, dots: __m128i, d: __m128, (scale, min): (__m128, __m128), x_sum: __m128) {
+fn add_group<F: Units>(
+    sum: &mut __m128,
+    dots: __m128i,
+    d: __m128,
+    (scale, min): (__m128, __m128),
+    x_sum: __m128,
+) {
     *sum = _mm_fmadd_ps(_mm_cvtepi32_ps(dots), _mm_mul_ps(scale, d), *sum);
     if F::HAS_MIN {
         *sum = _mm_fmadd_ps(min, x_sum, *sum);

@@ -76,7 +76,8 @@ unsafe fn dot_tokens<F: Interleaved, const T: usize>(
                     )
                 };
                 // SAFETY: a chunk has eight quads.
-                let quad = |of: *const i32, j: usize| _mm512_set1_epi32(unsafe { of.add(j).read_unaligned() });
+                let quad =
+                    |of: *const i32, j: usize| _mm512_set1_epi32(unsafe { of.add(j).read_unaligned() });
                 let per_group = 8 * F::SHARE / CHUNK;
                 for g in 0..CHUNK / F::SHARE {
                     let x_sum = if F::SHARE == CHUNK { sum[0] + sum[1] } else { sum[g] };
@@ -162,9 +163,8 @@ unsafe fn scales<F: Interleaved>(head: *const u8, chunk: *const u8) -> [(__m512,
 unsafe fn quads<F: Interleaved>(chunk: *const u8) -> [__m512i; 8] {
     let mut quads = [_mm512_setzero_si512(); 8];
     // SAFETY: the loads stay inside the chunk.
-    let load = |i: usize| unsafe {
-        _mm512_loadu_si512(chunk.add(LANES * F::SIDE * F::SIDE_BYTES + 64 * i).cast())
-    };
+    let load =
+        |i: usize| unsafe { _mm512_loadu_si512(chunk.add(LANES * F::SIDE * F::SIDE_BYTES + 64 * i).cast()) };
     if F::BITS == 8 {
         for j in 0..8 {
             quads[j] = load(j);

@@ -136,33 +136,28 @@ macro_rules! table {
 }
 pub(super) use table;
 
-/// Cuts rows and tokens into tiles of four rows by four tokens or one, and calls
-/// `tile::<F, T>(rows, rows that follow, rows to keep, x, first token, out, stride)` for each. For the body of a [`Dot`],
-/// whose promises are the tiles' too.
+/// Cuts rows and tokens into tiles of four rows by as many tokens as one of the numbers given, the largest first, says,
+/// and calls `tile::<F, T>(rows, rows that follow, rows to keep, x, first token, out, stride)` for each. For the body of
+/// a [`Dot`], whose promises are the tiles' too.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! over_tiles {
-    ($tile:ident::<$f:ty>($rows:expr, $x:expr, $out:expr, $stride:expr)) => {{
+    ($tile:ident::<$f:ty>($rows:expr, $x:expr, $out:expr, $stride:expr) by $($tokens:literal)*) => {{
         let (fours, rest) = $rows.now.as_chunks::<4>();
         // Rows left over have the last one beside them as often as it takes, for nothing.
-        let filled: Option<[*const u8; 4]> =
-            rest.last().map(|l| std::array::from_fn(|i| *rest.get(i).unwrap_or(l)));
+        let filled: Option<[*const u8; 4]> = rest.last().map(|l| std::array::from_fn(|i| *rest.get(i).unwrap_or(l)));
         let mut t = 0;
-        while t < $x.n_tokens {
-            let n = if $x.n_tokens - t >= 4 { 4 } else { 1 };
+        $(while $x.n_tokens - t >= $tokens {
             for (i, rows) in fours.iter().chain(&filled).enumerate() {
                 let next = fours.get(i + 1).or($rows.next.first_chunk::<4>()).unwrap_or(rows);
                 let keep = if i < fours.len() { 4 } else { rest.len() };
                 // SAFETY: as the caller promises; the output's places are those of these rows and tokens.
                 unsafe {
                     let out = $out.add(t * $stride + 4 * i);
-                    match n {
-                        4 => $tile::<$f, 4>(rows, next, keep, $x, t, out, $stride),
-                        _ => $tile::<$f, 1>(rows, next, keep, $x, t, out, $stride),
-                    }
+                    $tile::<$f, $tokens>(rows, next, keep, $x, t, out, $stride);
                 }
             }
-            t += n;
-        }
+            t += $tokens;
+        })*
     }};
 }
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::backend::Linear;
-use crate::quant::{LANES, Layout, panel_bytes};
+use crate::quant::{DType, LANES, Layout, panel_bytes};
 
 use super::kernels::{Kernels, Rows};
 use super::operand::{Operand, Packed, TOKEN_TILE, WeightTile};
@@ -80,7 +80,11 @@ impl Matmul<'_> {
     fn rows(&self, columns: Range<usize>) {
         let (matrix, n_tokens) = (&self.linear.weight, self.x.n_tokens);
         let (bytes, row_bytes) = (matrix.bytes(), matrix.row_bytes());
-        let dot = self.kernels.dot[matrix.dtype() as usize];
+        let dtype = matrix.dtype();
+        // Where there are many tokens, float types are decoded once for all.
+        let is_decoded = n_tokens >= GEMM_TOKENS && matches!(dtype, DType::F16 | DType::BF16);
+        let mut decoded = vec![0.0f32; if is_decoded { ROW_TILE * matrix.n_cols() } else { 0 }];
+        let dot = self.kernels.dot[if is_decoded { DType::F32 } else { dtype } as usize];
         let mut pointers = [std::ptr::null(); ROW_TILE + AHEAD];
         let mut one = [0.0f32; ROW_TILE];
         let mut many = vec![0.0f32; if n_tokens > 1 { ROW_TILE * n_tokens } else { 0 }];
@@ -90,6 +94,15 @@ impl Matmul<'_> {
             let with_next = (n + AHEAD).min(columns.end - first);
             for (i, p) in pointers[..with_next].iter_mut().enumerate() {
                 *p = bytes[self.row_of(first + i) * row_bytes..][..row_bytes].as_ptr();
+            }
+            if is_decoded {
+                for (i, (out, p)) in
+                    decoded.chunks_exact_mut(matrix.n_cols()).zip(&mut pointers[..n]).enumerate()
+                {
+                    // SAFETY: the table is this processor's.
+                    unsafe { (self.kernels.decode)(dtype, matrix.row(self.row_of(first + i)), out) };
+                    *p = out.as_ptr().cast();
+                }
             }
             let rows = Rows { now: &pointers[..n], next: &pointers[n..with_next] };
             // SAFETY: the pointers are whole rows of the matrix, `results` holds n_tokens rows of ROW_TILE, and the

@@ -25,7 +25,7 @@ const fn dot_for(dtype: DType) -> Dot {
 /// # Safety
 /// As [`Dot`].
 unsafe fn dot_quantized<B: Block>(rows: Rows, x: &Operand, out: *mut f32, stride: usize) {
-    over_tiles!(tile::<B>(rows, x, out, stride));
+    over_tiles!(tile::<B>(rows, x, out, stride) by 4 1);
 }
 
 /// # Safety
@@ -134,7 +134,7 @@ impl Floats for BF16 {
 /// # Safety
 /// As [`Dot`].
 unsafe fn dot_float<F: Floats>(rows: Rows, x: &Operand, out: *mut f32, stride: usize) {
-    over_tiles!(float_tile::<F>(rows, x, out, stride));
+    over_tiles!(float_tile::<F>(rows, x, out, stride) by 4 1);
 }
 
 /// # Safety

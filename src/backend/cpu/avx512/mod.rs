@@ -86,7 +86,7 @@ trait Units {
 /// As [`Dot`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn dot_quantized<F: Units>(rows: Rows, x: &Operand, out: *mut f32, stride: usize) {
-    over_tiles!(tile::<F>(rows, x, out, stride));
+    over_tiles!(tile::<F>(rows, x, out, stride) by 4 1);
 }
 
 /// Four rows with `T` tokens from `first` on, the results of the first `keep` rows. Every pair is summed in the order
@@ -519,7 +519,7 @@ impl Floats for BF16 {
 /// As [`Dot`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn dot_float<F: Floats>(rows: Rows, x: &Operand, out: *mut f32, stride: usize) {
-    over_tiles!(float_tile::<F>(rows, x, out, stride));
+    over_tiles!(float_tile::<F>(rows, x, out, stride) by 6 2 1);
 }
 
 /// # Safety

@@ -85,15 +85,24 @@ class LlamaBench:
     def __init__(self, name, command, path, threads):
         self.name = name
         self.command = [*command, "-m", str(path), "-t", str(threads), "-r", "1", "-o", "json"]
+        told = subprocess.run([command[0], "--help"], capture_output=True, text=True)
+        self.has_gp = "-gp <" in told.stdout + told.stderr
 
     def run(self, ids, n_prompt):
-        # Decoding begins where the prompt ends, as it does for the others.
-        seconds = []
-        for options in (["-p", n_prompt, "-n", 0], ["-p", 0, "-n", len(ids) - n_prompt]):
-            out = subprocess.run([*self.command, *map(str, options)], check=True, capture_output=True, text=True)
-            row = json.loads(out.stdout[out.stdout.index("[") :])[-1]
-            seconds.append(sum(map(int, options[1::2])) / row["avg_ts"])
-        return seconds
+        n_decode = len(ids) - n_prompt
+        # Decoding begins where the prompt ends, as it does for the others; llama.cpp and ik_llama.cpp say it differently.
+        if self.has_gp:
+            decode = ["-p", "0", "-n", "0", "-gp", f"{n_prompt},{n_decode}"]
+        else:
+            decode = ["-p", "0", "-n", str(n_decode), "-d", str(n_prompt)]
+        return (
+            n_prompt / self.speed("-p", str(n_prompt), "-n", "0"),
+            n_decode / self.speed(*decode),
+        )
+
+    def speed(self, *options):
+        out = subprocess.run([*self.command, *options], check=True, capture_output=True, text=True)
+        return json.loads(out.stdout[out.stdout.index("[") :])[-1]["avg_ts"]
 
 
 class PowerInfer:
@@ -108,11 +117,10 @@ class PowerInfer:
         n_decode = len(ids) - n_prompt
         text = " ".join(["the"] * (n_prompt - 1))
         command = [*self.command, "-n", str(n_decode + 1), "-p", text]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-        speed = [
-            float(re.search(rf"\b{w} time.*?([\d.]+) tokens per second", told)[1]) for w in ("prompt eval", " eval")
-        ]
-        return n_prompt / speed[0], n_decode / speed[1]
+        told = subprocess.run(command, check=True, capture_output=True).stderr.decode(errors="replace")
+        lines = re.findall(r"(prompt eval|  eval) time.*?([\d.]+) tokens per second", told)
+        speed = {what.strip(): float(value) for what, value in lines}
+        return n_prompt / speed["prompt eval"], n_decode / speed["eval"]
 
 
 def peers_of(path, mode, a):

@@ -42,6 +42,16 @@ def _measure(engine: Engine, n_prompt: int, n_decode: int, seed: int) -> dict[st
     return out
 
 
+def _peak_memory() -> int | None:
+    """The most bytes of memory that this process has held, where the system says."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
 def _summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
@@ -63,6 +73,7 @@ def bench(
     """Measure prefill and decode, the bytes a token reads, and the share of streaming read bandwidth reached."""
     if not n_prompt and not n_decode:
         raise typer.BadParameter("nothing to measure: give -p or -n above 0", param_hint="'-p' / '-n'")
+    started = time.perf_counter()
     engine = options.load(
         model,
         threads=threads,
@@ -73,6 +84,7 @@ def bench(
         kv_type=kv_type,
         interleave=interleave,
     )
+    load_seconds = time.perf_counter() - started
     runs, bandwidths = [], []
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("measuring", total=repeats + 1)
@@ -84,7 +96,11 @@ def bench(
             bandwidths.append(_engine.streaming_read(threads, repeats=1))
             runs.append(_measure(engine, n_prompt, n_decode, i))
             bar.advance(task)
-    result: dict[str, Any] = {"stats": {**engine.stats(), "path": str(engine.stats()["path"])}}
+    result: dict[str, Any] = {
+        "stats": {**engine.stats(), "path": str(engine.stats()["path"])},
+        "load_seconds": load_seconds,
+        "peak_memory_bytes": _peak_memory(),
+    }
     for name in ("prefill", "decode"):
         if name in runs[0]:
             result[f"{name}_tokens_per_second"] = _summary([r[name] for r in runs])
@@ -110,6 +126,9 @@ def _print(engine: Engine, result: dict[str, Any], n_prompt: int, n_decode: int)
             table.add_row(f"{name} {n}, tokens/s", *cells)
     read = result["streaming_read_bytes_per_second"]
     table.add_row("streaming read, GB/s", *(f"{read[k] / 1e9:.1f}" for k in ("median", "min", "max")))
+    table.add_row("load, s", f"{result['load_seconds']:.2f}")
+    if result["peak_memory_bytes"] is not None:
+        table.add_row("peak memory, GB", f"{result['peak_memory_bytes'] / 1e9:.2f}")
     console.print(table)
     if "bytes_per_token" in result:
         density = result["stats"]["density"]

@@ -90,7 +90,7 @@ class LlamaBench:
 
     def run(self, ids, n_prompt):
         n_decode = len(ids) - n_prompt
-        # Decoding begins where the prompt ends, as it does for the others; llama.cpp and ik_llama.cpp say it differently.
+        # Decoding begins where the prompt ends, as for the others; llama.cpp and ik_llama.cpp say it differently.
         if self.has_gp:
             decode = ["-p", "0", "-n", "0", "-gp", f"{n_prompt},{n_decode}"]
         else:

@@ -5,7 +5,7 @@ use crate::backend::cpu::kernels::Kernels;
 use crate::backend::cpu::pool::{Parts, Pool, Team};
 use crate::quant::{DType, Layout, Matrix, Pages, encode_q8_0};
 use crate::sparse::Sparsity;
-use crate::sparse::ffn::Down;
+use crate::sparse::ffn::{Down, Ffn};
 use crate::{Error, Result};
 
 use super::{Layer, Model, Options, Progress};
@@ -54,6 +54,12 @@ impl Model {
                 layer.ffn.down = Down::Neurons(neurons);
             }
             layer.each_whole(sparsity, &mut interleave)?;
+            if is_interleaved {
+                for linear in layer.by_need(sparsity) {
+                    turned += linear.weight.bytes().len();
+                    linear.weight = pool.enter(|team| copied(&linear.weight, team))?;
+                }
+            }
             if progress(i + 1, n_layers).is_break() {
                 return Err(Error::Interrupted);
             }
@@ -70,6 +76,19 @@ impl Model {
 }
 
 impl Layer {
+    /// The matrices of which a token reads some rows, still where the file has them.
+    fn by_need(&mut self, mode: Sparsity) -> impl Iterator<Item = &mut Linear> {
+        let Ffn { gate, up, down, .. } = &mut self.ffn;
+        let is_whole = mode == Sparsity::Exact && gate.is_none();
+        let up = (mode != Sparsity::Dense && !is_whole).then_some(up);
+        let gate = gate.as_mut().filter(|_| mode == Sparsity::Predicted);
+        let down = match down {
+            Down::Neurons(down) if mode != Sparsity::Dense => Some(down),
+            _ => None,
+        };
+        gate.into_iter().chain(up).chain(down).filter(|l| l.weight.is_mapped())
+    }
+
     fn each_whole(&mut self, mode: Sparsity, f: &mut dyn FnMut(&mut Linear) -> Result<()>) -> Result<()> {
         for linear in [&mut self.qkv.q, &mut self.qkv.k, &mut self.qkv.v, &mut self.attn_output] {
             f(linear)?;
@@ -122,6 +141,21 @@ fn side_by_side(weight: &Matrix, kernels: &Kernels, team: &Team) -> Result<Matri
     });
     weight.release();
     Ok(weight.with_panels(pages.freeze().map_err(out_of_memory)?))
+}
+
+/// The weights as they are, in large pages; the file's are given back.
+fn copied(weight: &Matrix, team: &Team) -> Result<Matrix> {
+    let mut pages = pages(weight.bytes().len())?;
+    let parts = Parts::new(pages.as_mut_slice());
+    let size = AT_A_TIME * weight.row_bytes();
+    team.run(weight.bytes().len().div_ceil(size), &|c| {
+        let bytes = &weight.bytes()[c * size..];
+        let bytes = &bytes[..size.min(bytes.len())];
+        // SAFETY: each part is written once.
+        unsafe { parts.part(c * size, bytes.len()) }.copy_from_slice(bytes);
+    });
+    weight.release();
+    Ok(Matrix::new(weight.dtype(), weight.n_rows(), weight.n_cols(), pages.freeze().map_err(out_of_memory)?))
 }
 
 fn pages(n_bytes: usize) -> Result<Pages> {

@@ -148,6 +148,11 @@ impl Matrix {
         decode(self.dtype, self.row(i), out);
     }
 
+    /// Whether the bytes are a file's.
+    pub fn is_mapped(&self) -> bool {
+        matches!(&*self.bytes.source, Source::File(_))
+    }
+
     /// Tells the system that these bytes won't be wanted for now, where they are a file's.
     pub fn release(&self) {
         self.bytes.release();

@@ -123,12 +123,15 @@ class PowerInfer:
         return n_prompt / speed["prompt eval"], n_decode / speed["eval"]
 
 
+def magic_of(path):
+    with open(path, "rb") as f:
+        return f.read(4)
+
+
 def peers_of(path, mode, a):
     """This engine, and whoever reads the file."""
     peers = [Ours(path, mode, a.threads)]
-    with open(path, "rb") as f:
-        magic = f.read(4)
-    if magic == b"GGUF":
+    if magic_of(path) == b"GGUF":
         if llama_cpp is not None:
             peers.append(LlamaCpp(path, a.threads, a.prompt + a.decode + 64))
         for item in a.llama_bench:
@@ -174,7 +177,9 @@ def main():
         first = first or base
         for who, (prefill, decode) in speed.items():
             ratio = f"{prefill / base[0]:.2f}, {decode / base[1]:.2f}" if base else ""
-            share = f"{100 * n_bytes * decode / statistics.median(reads):.0f} %"
+            # What a peer reads is known where it is what we read: all of a dense file.
+            known = who == Ours.name or magic_of(path) == b"GGUF"
+            share = f"{100 * n_bytes * decode / statistics.median(reads):.0f} %" if known else ""
             print(f"| {name} | {who} | {prefill:.1f} | {decode:.2f} | {ratio} | {share} |", flush=True)
 
 

@@ -87,7 +87,8 @@ fn panels(c: &mut Criterion) {
             let (_, quantized) = activations(kernels, TOKEN_TILE);
             let mut packed = Packed::default();
             packed.resize(TOKEN_TILE, N_COLS);
-            packed.fill(&quantized, |n, f| (0..n).for_each(f));
+            // SAFETY: each number once.
+            unsafe { packed.fill(&quantized, |n, f| (0..n).for_each(f)) };
             let mut tile = WeightTile::default();
             // SAFETY: a whole panel, a table of this processor.
             unsafe { (panels.unpack)(bytes.as_ptr(), N_COLS, &mut tile) };

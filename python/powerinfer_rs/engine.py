@@ -41,8 +41,9 @@ class Engine:
         device: "auto" or "cpu".
         vram_budget: GB of GPU memory to use; 0 or none here, since this build has no GPU.
         seed: What `generate` and `stream` draw with when they aren't given a seed; none for a fresh one each time.
-        interleave: Whether matrices that are read in full are copied with sixteen rows side by side, which is faster;
-            False leaves the file mapped in place, None decides by the memory that is free. The text is the same.
+        interleave: Whether weights are copied into large pages, with sixteen rows side by side where all are read: it
+            is faster. False leaves the file mapped in place, None copies where that is known to take no more than half
+            of the free memory. The text is the same.
         progress: Called with layers loaded and layers in all.
 
     Raises:
@@ -85,7 +86,7 @@ class Engine:
         for name, text in (("sparsity", sparsity), ("activation", activation), ("kv_type", kv_type)):
             if not isinstance(text, str) and (text is not None or name != "activation"):
                 raise InvalidArgumentError(f"{name}: got {text!r}, expected a name")
-        if interleave not in (None, True, False):
+        if interleave is not None and not isinstance(interleave, bool):
             raise InvalidArgumentError(f"interleave: got {interleave!r}, expected True, False or None")
         self._seed = seed
         self._engine = _engine.Engine(
@@ -414,6 +415,8 @@ class Engine:
                     run.generated_seconds += elapsed
                 else:
                     run.prompt_seconds = elapsed
+                guessed = bool(draft) and draft[0] == token
+                run.accepted += guessed
                 if token in end_ids:
                     run.finish_reason = "stop"
                     break
@@ -427,8 +430,7 @@ class Engine:
                 if stopped:
                     run.finish_reason = "stop"
                     break
-                if draft and draft[0] == token:
-                    run.accepted += 1
+                if guessed:
                     del draft[0]
                     started = time.perf_counter()
                     continue

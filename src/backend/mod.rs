@@ -99,7 +99,7 @@ impl KvShape {
         if index < FULL_BLOCKS { DType::F32 } else { self.dtype }
     }
 
-    /// Bytes of block `index` of a sequence. Layout: (layer, key or value, head, token, head_dim).
+    /// Bytes of block `index` of a sequence. Layout: (layer, key or value, head), and in each as the device likes it.
     pub fn block_bytes(&self, index: usize) -> usize {
         self.n_layers * 2 * self.n_kv_heads * KV_BLOCK * self.dtype_of(index).row_bytes(self.head_dim)
     }

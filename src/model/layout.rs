@@ -33,8 +33,12 @@ impl Model {
             }
             Ok(())
         })?;
-        let fits = available_memory().is_none_or(|free| n_bytes <= free / SHARE_OF_FREE);
-        self.is_interleaved = n_bytes > 0 && options.interleave.unwrap_or(fits);
+        let has_panels = n_bytes > 0;
+        for layer in &mut self.layers {
+            n_bytes += layer.by_need(self.sparsity).map(|linear| linear.weight.bytes().len()).sum::<usize>();
+        }
+        let fits = available_memory().is_some_and(|free| n_bytes <= free / SHARE_OF_FREE);
+        self.is_interleaved = has_panels && options.interleave.unwrap_or(fits);
         let (sparsity, is_interleaved) = (self.sparsity, self.is_interleaved);
         let n_layers = self.layers.len();
         let mut converted = 0;
@@ -50,6 +54,7 @@ impl Model {
         for (i, layer) in self.layers.iter_mut().enumerate() {
             if let (true, Down::Outputs(down)) = (sparsity != Sparsity::Dense, &layer.ffn.down) {
                 let neurons = pool.enter(|team| turn(down, team))?;
+                down.weight.release();
                 turned += neurons.weight.bytes().len();
                 layer.ffn.down = Down::Neurons(neurons);
             }
@@ -114,11 +119,18 @@ impl Layer {
     }
 }
 
-/// Bytes of memory that can be had without pushing anything out, where the system says.
+/// Bytes of memory that can be had without swapping, where Linux says: the machine's, or what the container leaves.
 fn available_memory() -> Option<usize> {
+    let number = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<usize>().ok();
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = info.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    Some(line.split_whitespace().next()?.parse::<usize>().ok()? * 1024)
+    let machine = line.split_whitespace().next()?.parse::<usize>().ok()? * 1024;
+    let group = |most: &str, used: &str| Some(number(most)?.saturating_sub(number(used)?));
+    let groups = [
+        group("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        group("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ];
+    Some(groups.into_iter().flatten().fold(machine, usize::min))
 }
 
 fn panel_bytes(m: &Matrix) -> usize {

@@ -1,7 +1,6 @@
 //! A model: its numbers, its weights, its one forward pass, and the sequences it continues.
 //!
-//! `arch` is the table of architectures, `config` reads keys, `weights` binds tensors, `layout` says how they
-//! lie in memory, `rope` and `kv_cache` are what
+//! `arch` is the table of architectures, `config` reads keys, `weights` binds tensors, `layout` says how they lie in memory, `rope` and `kv_cache` are what
 //! they say, `forward` is the pass. Uses every room below it: `gguf`, `quant`, `backend`, `sparse`.
 
 pub mod arch;
@@ -31,8 +30,8 @@ pub struct Options {
     pub activation: Option<Activation>,
     /// None: by the file.
     pub sparsity: Option<Sparsity>,
-    /// Whether rows are put side by side, in memory of their own; none: where that takes no more than half of what is
-    /// free.
+    /// Whether weights are copied into large pages, rows side by side where all are read; none: where that is known to
+    /// take no more than half of the free memory.
     pub interleave: Option<bool>,
 }
 

@@ -115,6 +115,9 @@ pub fn interleave(dtype: DType, rows: &[&[u8]], out: &mut [u8]) {
 
 #[inline(always)]
 fn interleave_blocks<B: Interleaved>(rows: &[&[u8]], out: &mut [u8]) {
+    assert!(rows.len() <= LANES);
+    let n_blocks = out.len() / B::SPAN_BYTES;
+    assert!(out.len() == n_blocks * B::SPAN_BYTES && rows.iter().all(|r| r.len() == n_blocks * B::BYTES));
     let mut groups = Groups::new();
     // Block by block: what is written to stays in the first-level cache, and the rows are streams.
     for (b, out) in out.chunks_exact_mut(B::SPAN_BYTES).enumerate() {

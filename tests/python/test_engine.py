@@ -426,10 +426,10 @@ def test_rows_side_by_side_change_no_bit(tiny, name, sparsity):
     mapped = Engine(tiny(name), sparsity=sparsity, interleave=False)
     copied = Engine(tiny(name), sparsity=sparsity, interleave=True)
     assert not mapped.stats()["interleaved"]
-    assert mapped.stats()["converted_bytes"] < copied.stats()["converted_bytes"] or not copied.stats()["interleaved"]
+    assert copied.stats()["interleaved"] == copied.stats()["instruction_set"].startswith("avx")
     assert np.array_equal(mapped.logits(ids), copied.logits(ids))
 
 
 def test_interleave_is_checked(tiny):
     with pytest.raises(InvalidArgumentError, match="interleave"):
-        Engine(tiny("llama-q4_0"), interleave="yes")
+        Engine(tiny("llama-q4_0"), interleave=1)

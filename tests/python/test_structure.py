@@ -20,8 +20,8 @@ PYTHON_ROOMS = {
     "completion": 1,
     "tokenizer": 1,
     "sampling": 1,
-    "speculation": 2,
     "models": 1,
+    "speculation": 2,
     "engine": 3,
     "cli": 4,
 }

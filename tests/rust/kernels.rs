@@ -98,13 +98,48 @@ impl Case {
         }
         let mut packed = Packed::default();
         packed.resize(self.n_tokens, self.n_cols);
-        packed.fill(&self.quantized(kernels), |n, f| (0..n).for_each(f));
+        // SAFETY: each number once.
+        unsafe { packed.fill(&self.quantized(kernels), |n, f| (0..n).for_each(f)) };
         let n = self.rows.len();
         let mut out = vec![f32::NAN; n * self.n_tokens];
         for i in 0..packed.n_tiles() {
             let x = packed.tile(i);
             // SAFETY: an output for each row and token, a table of this processor.
             unsafe { gemm(&tile, n, &x, false, out[x.first * n..].as_mut_ptr(), n) };
+        }
+        Some(out)
+    }
+
+    /// As `run_gemm`, the columns in two parts of which the first is `split` long.
+    fn run_gemm_in_parts(&self, kernels: &Kernels, split: usize) -> Option<Vec<f32>> {
+        let gemm = kernels.gemm.filter(|_| self.dtype.is_quantized() && split < self.n_cols)?;
+        let mut packed = Packed::default();
+        packed.resize(self.n_tokens, self.n_cols);
+        // SAFETY: each number once.
+        unsafe { packed.fill(&self.quantized(kernels), |n, f| (0..n).for_each(f)) };
+        let n = self.rows.len();
+        let mut out = vec![f32::NAN; n * self.n_tokens];
+        let mut tile = WeightTile::default();
+        for columns in [0..split, split..self.n_cols] {
+            let bytes = self.dtype.row_bytes(columns.start)..self.dtype.row_bytes(columns.end);
+            match (self.panel(), kernels.panels[self.dtype as usize]) {
+                (Some(panel), Some(panels)) => {
+                    let part = &panel[panel_bytes(self.dtype, columns.start)?..];
+                    // SAFETY: a whole panel's part, a table of this processor.
+                    unsafe { (panels.unpack)(part.as_ptr(), columns.len(), &mut tile) };
+                }
+                _ => {
+                    let rows: Vec<&[u8]> = self.rows.iter().map(|r| &r[bytes.clone()]).collect();
+                    // SAFETY: a table of this processor.
+                    unsafe { (kernels.unpack_rows)(self.dtype, &rows, columns.len(), &mut tile) };
+                }
+            }
+            for i in 0..packed.n_tiles() {
+                let x = packed.tile(i).columns(columns.clone());
+                let out = out[x.first * n..].as_mut_ptr();
+                // SAFETY: an output for each row and token, a table of this processor.
+                unsafe { gemm(&tile, n, &x, columns.start > 0, out, n) };
+            }
         }
         Some(out)
     }
@@ -183,6 +218,7 @@ fn every_layout_gives_the_same_bits() {
                     ("panel", case.run_panel(kernels)),
                     ("gemm of a panel", case.run_gemm(kernels, true)),
                     ("gemm of rows", case.run_gemm(kernels, false)),
+                    ("gemm in parts", case.run_gemm_in_parts(kernels, 256)),
                 ];
                 for (what, got) in others {
                     let got = got.map(|got| got.iter().map(|v| v.to_bits()).collect::<Vec<_>>());
@@ -196,6 +232,34 @@ fn every_layout_gives_the_same_bits() {
         }
     }
     const { assert!(TOKEN_TILE < 40 && LANES == 16) };
+}
+
+/// One token's weighted sum comes straight from rows, several tokens' from decoded ones.
+#[test]
+fn picks_add_up_as_rows_do() {
+    for dtype in types() {
+        let n = if dtype.block_len() == 1 { 77 } else { 5 * dtype.block_len() };
+        let mut random = Random(3);
+        let rows: Vec<Vec<u8>> = (0..6).map(|_| random_row(dtype, n, &mut random)).collect();
+        let picks = [(4, 0.7), (5, -1.3), (7, 2.1), (9, 0.1)];
+        for kernels in available() {
+            let (mut straight, mut picked) = (vec![0.5f32; n], vec![0.5f32; n]);
+            let mut decoded = vec![0.0f32; 6 * n];
+            // SAFETY: tables of this processor.
+            unsafe {
+                for (row, out) in rows.iter().zip(decoded.chunks_exact_mut(n)) {
+                    (kernels.decode)(dtype, row, out);
+                }
+                for (k, a) in picks {
+                    (kernels.axpy)(dtype, a, &rows[k as usize - 4], &mut straight);
+                }
+                (kernels.mix_picks)(&decoded, 4, &picks, &mut picked);
+            }
+            for (a, b) in straight.iter().zip(&picked) {
+                assert_eq!(a.to_bits(), b.to_bits(), "{} {dtype:?}", kernels.name);
+            }
+        }
+    }
 }
 
 #[test]

@@ -147,7 +147,8 @@ impl Tile<'_> {
 fn floats(dtype: DType, bytes: &[u8]) -> Option<&[f32]> {
     // SAFETY: every pattern of bits is a float32.
     let (before, floats, after) = unsafe { bytes.align_to::<f32>() };
-    (dtype == DType::F32 && before.is_empty() && after.is_empty()).then_some(floats)
+    (dtype == DType::F32 && cfg!(target_endian = "little") && before.is_empty() && after.is_empty())
+        .then_some(floats)
 }
 
 /// Decodes a head's keys into (dim, token).

@@ -43,9 +43,13 @@ pub struct Matmul<'a> {
 
 impl Matmul<'_> {
     /// Computes columns `columns` of the output; the first is a multiple of [`LANES`].
-    pub fn run(&self, columns: Range<usize>) {
+    ///
+    /// # Safety
+    /// Nobody else has these columns meanwhile.
+    pub unsafe fn run(&self, columns: Range<usize>) {
         let weight = &self.linear.weight;
         assert_eq!(weight.n_cols(), self.x.n_cols);
+        assert!(self.list.is_none() || weight.layout() == Layout::Rows);
         assert!(columns.start.is_multiple_of(LANES) && columns.end <= self.width);
         match (self.packed, self.kernels.gemm, weight.layout()) {
             (Some(packed), Some(_), _) if weight.dtype().is_quantized() => self.gemm(packed, columns),
@@ -104,7 +108,8 @@ impl Matmul<'_> {
                     *p = out.as_ptr().cast();
                 }
             }
-            let rows = Rows { now: &pointers[..n], next: &pointers[n..with_next] };
+            let next = if is_decoded { &[] } else { &pointers[n..with_next] };
+            let rows = Rows { now: &pointers[..n], next };
             // SAFETY: the pointers are whole rows of the matrix, `results` holds n_tokens rows of ROW_TILE, and the
             // table is this processor's.
             unsafe { dot(rows, &self.x, results.as_mut_ptr(), ROW_TILE) };

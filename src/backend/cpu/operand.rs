@@ -1,7 +1,7 @@
 //! The activations that a kernel multiplies weights with: float32 rows, and the same rows as 16-bit integers.
 //!
 //! Eight bits are usual and cost a tenth of a logit on a small model; with sixteen the logits are those of float32 to a
-//! thousandth. Where there is one token, a value is two signed bytes, which go through the byte instructions one after
+//! thousandth. Where there are few tokens, a value is two signed bytes, which go through the byte instructions one after
 //! the other: the weights, which cost more to fetch and unpack, are fetched and unpacked once. Where there are many,
 //! weights become 16-bit integers too, once for all of them ([`Packed`]).
 
@@ -144,7 +144,7 @@ impl<'a> Operand<'a> {
         &self.values[(self.first + token) * self.n_cols..][..self.n_cols]
     }
 
-    /// Panics where the operand isn't quantised, or not to this width: the kernels' pointer arithmetic relies on it.
+    /// Panics where the operand isn't quantised and split, or not to this width: the kernels' pointer arithmetic relies on it.
     pub fn q_row(&self, token: usize) -> QRow<'a> {
         let quantized = self.quantized.expect("a quantised operand for quantised weights");
         assert_eq!(quantized.n_cols, self.n_cols);
@@ -234,15 +234,18 @@ impl Packed {
         }
     }
 
-    /// Fills every tile from `from`; `run` calls a function with all numbers below its first argument.
-    pub fn fill(&mut self, from: &Quantized, run: impl FnOnce(usize, &(dyn Fn(usize) + Sync))) {
+    /// Fills every tile from `from`.
+    ///
+    /// # Safety
+    /// `run` calls the function with every number below its first argument, each once.
+    pub unsafe fn fill(&mut self, from: &Quantized, run: impl FnOnce(usize, &(dyn Fn(usize) + Sync))) {
         let (n_cols, stride) = (self.n_cols, self.n_cols.next_multiple_of(Q_BLOCK));
         let ranges: Vec<_> = (0..self.n_tiles()).map(|i| self.tokens(i)).collect();
         let (words, d, sum) =
             (Parts::new(&mut self.words), Parts::new(&mut self.d), Parts::new(&mut self.sum));
         run(ranges.len(), &|i| {
             let (start, n) = (ranges[i].start, ranges[i].len());
-            // SAFETY: tiles don't overlap, and each is filled once.
+            // SAFETY: tiles don't overlap, and each is filled once, as the caller promises.
             let (words, d, sum) = unsafe {
                 (
                     words.part(start * n_cols / 2, n * n_cols / 2),

@@ -57,7 +57,7 @@ impl<'a> Cpu<'a> {
 
     fn quantize(&mut self, x: &[f32], n_cols: usize) {
         let n_tokens = x.len() / n_cols;
-        let split = self.packed(n_tokens).is_none();
+        let split = !self.is_packed(n_tokens);
         let mut quantized = std::mem::take(&mut self.quantized);
         quantized.resize(n_tokens, n_cols, split);
         let rows = quantized.parts();
@@ -73,13 +73,19 @@ impl<'a> Cpu<'a> {
         self.quantized = quantized;
         if !split {
             self.packed.resize(n_tokens, n_cols);
-            self.packed.fill(&self.quantized, |n, f| self.team.run(n, f));
+            // SAFETY: a team runs each chunk once.
+            unsafe { self.packed.fill(&self.quantized, |n, f| self.team.run(n, f)) };
         }
     }
 
-    /// What a matrix-matrix kernel reads, for so many tokens that it is worthwhile.
+    /// Whether a matrix-matrix kernel is worthwhile for so many tokens.
+    fn is_packed(&self, n_tokens: usize) -> bool {
+        n_tokens >= GEMM_TOKENS && self.kernels.gemm.is_some()
+    }
+
+    /// What a matrix-matrix kernel reads, where one is.
     fn packed(&self, n_tokens: usize) -> Option<&Packed> {
-        (n_tokens >= GEMM_TOKENS && self.kernels.gemm.is_some()).then_some(&self.packed)
+        self.is_packed(n_tokens).then_some(&self.packed)
     }
 
     /// Rows a chunk takes out of `n_rows` of `row_bytes`.
@@ -158,7 +164,8 @@ impl Backend for Cpu<'_> {
             let (linear, out) = (linears[i], &parts[i]);
             let matmul =
                 Matmul { kernels: self.kernels, linear, list: None, x: operand, packed, out, width: n_rows };
-            matmul.run(first..(first + sizes[i]).min(n_rows));
+            // SAFETY: chunks have columns of their own.
+            unsafe { matmul.run(first..(first + sizes[i]).min(n_rows)) };
         });
     }
 
@@ -177,7 +184,8 @@ impl Backend for Cpu<'_> {
         let (list, packed) = (Some(&neurons.list[..]), self.packed(n_tokens));
         let matmul = Matmul { kernels: self.kernels, linear, list, x: operand, packed, out, width: n_rows };
         self.team.run(n_rows.div_ceil(size), &|c| {
-            matmul.run(c * size..((c + 1) * size).min(n_rows));
+            // SAFETY: chunks have columns of their own.
+            unsafe { matmul.run(c * size..((c + 1) * size).min(n_rows)) };
         });
     }
 
@@ -209,7 +217,7 @@ impl Backend for Cpu<'_> {
         self.team.run(width.div_ceil(columns), &|c| {
             let (start, end) = (c * columns, ((c + 1) * columns).min(width));
             // SAFETY: each chunk has columns of its own.
-            sum.run(start..end, &|t, columns| unsafe { out.part(t * width + columns.start, columns.len()) });
+            unsafe { sum.run(start..end, &out) };
         });
         picks.iter().map(Vec::len).sum()
     }

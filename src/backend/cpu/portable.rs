@@ -1,5 +1,6 @@
 //! Operations that plain Rust says best. Each instruction set compiles them for itself (`instantiate!`), so that the
-//! compiler vectorises them for it; nothing here fuses or reorders sums, so all of them give the same bits.
+//! compiler vectorises them for it. Nothing here reorders sums. Weighted sums of rows fuse a multiplication with its
+//! addition where the set has an instruction for it; all else gives the same bits on all sets.
 
 use crate::backend::KV_BLOCK;
 use crate::quant::{self, Block, DType, GROUP, Groups, LANES, decode_block};
@@ -11,14 +12,14 @@ use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut, WeightTile};
 /// Sums in sixteen lanes, in a fixed order.
 #[inline(always)]
 fn sum(n: usize, term: impl Fn(usize) -> f32) -> f32 {
-    const LANES: usize = 16;
-    let mut lanes = [0.0f32; LANES];
-    for i in 0..n / LANES {
+    const WIDTH: usize = 16;
+    let mut lanes = [0.0f32; WIDTH];
+    for i in 0..n / WIDTH {
         for (l, lane) in lanes.iter_mut().enumerate() {
-            *lane += term(i * LANES + l);
+            *lane += term(i * WIDTH + l);
         }
     }
-    let tail: f32 = (n / LANES * LANES..n).map(&term).sum();
+    let tail: f32 = (n / WIDTH * WIDTH..n).map(&term).sum();
     lanes.iter().sum::<f32>() + tail
 }
 
@@ -79,45 +80,45 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
 
 /// `out += a * row`, over whole blocks of the row.
 #[inline(always)]
-pub fn axpy(dtype: DType, a: f32, row: &[u8], out: &mut [f32]) {
+pub fn axpy<const FUSED: bool>(dtype: DType, a: f32, row: &[u8], out: &mut [f32]) {
     match dtype {
         DType::F32 => {
             for (o, b) in out.iter_mut().zip(row.as_chunks::<4>().0) {
-                *o += a * f32::from_le_bytes(*b);
+                *o = multiply_add::<FUSED>(a, f32::from_le_bytes(*b), *o);
             }
         }
         DType::F16 => {
             for (o, b) in out.iter_mut().zip(row.as_chunks::<2>().0) {
-                *o += a * quant::f16_to_f32(u16::from_le_bytes(*b));
+                *o = multiply_add::<FUSED>(a, quant::f16_to_f32(u16::from_le_bytes(*b)), *o);
             }
         }
         DType::BF16 => {
             for (o, b) in out.iter_mut().zip(row.as_chunks::<2>().0) {
-                *o += a * quant::bf16_to_f32(u16::from_le_bytes(*b));
+                *o = multiply_add::<FUSED>(a, quant::bf16_to_f32(u16::from_le_bytes(*b)), *o);
             }
         }
         _ => {
-            with_block!(dtype, B => axpy_blocks::<B>(a, row, out), _ => unreachable!("no weights have this type"))
+            with_block!(dtype, B => axpy_blocks::<B, FUSED>(a, row, out), _ => unreachable!("no weights have this type"))
         }
     }
 }
 
 #[inline(always)]
-fn axpy_blocks<B: Block>(a: f32, row: &[u8], out: &mut [f32]) {
+fn axpy_blocks<B: Block, const FUSED: bool>(a: f32, row: &[u8], out: &mut [f32]) {
     let mut groups = Groups::new();
     let mut values = [0.0f32; 256];
     for (block, out) in row.chunks_exact(B::BYTES).zip(out.chunks_exact_mut(B::LEN)) {
         decode_block::<B>(block, &mut groups, &mut values);
         for (o, v) in out.iter_mut().zip(&values[..B::LEN]) {
-            *o += a * v;
+            *o = multiply_add::<FUSED>(a, *v, *o);
         }
     }
 }
 
 #[inline(always)]
-pub fn axpy_f32(a: f32, x: &[f32], out: &mut [f32]) {
+pub fn axpy_f32<const FUSED: bool>(a: f32, x: &[f32], out: &mut [f32]) {
     for (o, v) in out.iter_mut().zip(x) {
-        *o += a * v;
+        *o = multiply_add::<FUSED>(a, *v, *o);
     }
 }
 
@@ -403,9 +404,11 @@ macro_rules! instantiate {
         mod along {
             use crate::backend::cpu::portable as p;
             use crate::quant::DType;
-            $crate::backend::cpu::portable::instantiate!(@each [$(#[$feature])?];
+            $crate::backend::cpu::portable::instantiate!(@fused [$(#[$feature])?];
                 axpy(dtype: DType, a: f32, row: &[u8], out: &mut [f32]);
                 axpy_f32(a: f32, x: &[f32], out: &mut [f32]);
+            );
+            $crate::backend::cpu::portable::instantiate!(@each [$(#[$feature])?];
                 decode(dtype: DType, bytes: &[u8], out: &mut [f32]);
             );
         }

@@ -6,6 +6,7 @@ use crate::backend::Linear;
 
 use super::fetch;
 use super::kernels::{Kernels, Pick};
+use super::pool::Parts;
 
 /// How far ahead memory is asked for a neuron's row.
 const NEURONS_AHEAD: usize = 3;
@@ -47,8 +48,14 @@ impl RowSum<'_> {
         (0..self.list.len() as u32).filter(|i| is_needed[*i as usize]).collect()
     }
 
-    /// Computes `columns`; `of` is where a token's result for some of them goes.
-    pub fn run<'o>(&self, columns: Range<usize>, of: &dyn Fn(usize, Range<usize>) -> &'o mut [f32]) {
+    /// Computes `columns` of `out`, (n_tokens, row length).
+    ///
+    /// # Safety
+    /// Nobody else has these columns meanwhile.
+    pub unsafe fn run(&self, columns: Range<usize>, out: &Parts<f32>) {
+        let width = self.linear.weight.n_cols();
+        // SAFETY: the caller's columns; below, one part is alive at a time.
+        let of = |t: usize, c: Range<usize>| unsafe { out.part(t * width + c.start, c.len()) };
         for t in 0..self.picks.len() {
             match &self.linear.bias {
                 Some(bias) => of(t, columns.clone()).copy_from_slice(&bias[columns.clone()]),
@@ -57,7 +64,7 @@ impl RowSum<'_> {
         }
         match self.picks {
             [picks] => self.one(picks, columns.clone(), of(0, columns)),
-            _ => self.many(columns, of),
+            _ => self.many(columns, &of),
         }
     }
 

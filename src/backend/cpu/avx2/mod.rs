@@ -1,6 +1,6 @@
 //! Kernels for AVX2 with FMA and F16C. Dot products with quantised weights go by 32 weights at a time through
-//! `vpmaddubsw`, which multiplies unsigned with signed bytes into 16 bits: weights of up to six bits go in unsigned,
-//! with their zero point in the offset; signed bytes lend their sign to the activations.
+//! `vpmaddubsw`, which multiplies unsigned with signed bytes into 16 bits: weights of up to seven bits go in unsigned, and
+//! their zero point is taken off the integer sum of each group; signed bytes lend their sign to the activations.
 
 mod along;
 mod panels;

@@ -1,5 +1,5 @@
-//! Rows side by side: a row in each lane of two registers. Of a chunk of 32 weights the integer sum is exact, and chunks are added one
-//! after another, so that one token, a few and many give the same bits.
+//! Rows side by side: a row in each lane of two registers. Of weights that share a scale the integer sum is exact, and
+//! such groups are added one after another, so that one token, a few and many give the same bits.
 
 use std::arch::x86_64::*;
 
@@ -56,11 +56,14 @@ unsafe fn dot_tokens<F: Interleaved, const T: usize>(
         // SAFETY: the span lies inside the panel.
         let (head, chunks) = unsafe { parts_of_span::<F>(panel, span) };
         for c in 0..F::LEN / CHUNK {
-            // SAFETY: the chunk lies inside the span.
-            let chunk = unsafe { chunks.add(c * F::CHUNK_BYTES) };
-            for line in (0..F::CHUNK_BYTES).step_by(64) {
-                _mm_prefetch::<_MM_HINT_T0>(chunk.wrapping_add(AHEAD + line).cast());
-            }
+            // SAFETY: the chunk lies inside the span; a prefetch of any address is harmless.
+            let chunk = unsafe {
+                let chunk = chunks.add(c * F::CHUNK_BYTES);
+                for line in (0..F::CHUNK_BYTES).step_by(64) {
+                    _mm_prefetch::<_MM_HINT_T0>(chunk.wrapping_add(AHEAD + line).cast());
+                }
+                chunk
+            };
             let at = span * F::LEN + c * CHUNK;
             for half in 0..2 {
                 // SAFETY: head and chunk are whole, the processor has the instruction set.
@@ -324,7 +327,7 @@ unsafe fn gemm_tokens<const T: usize>(
                 let at = words.add(pair * LANES);
                 let w = [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(8).cast())];
                 for t in 0..T {
-                    let x = _mm256_set1_epi32(*x_words.add(pair * x.n_tokens + first + t));
+                    let x = _mm256_set1_epi32(x_words.add(pair * x.n_tokens + first + t).read_unaligned());
                     for half in 0..2 {
                         dots[t][half] = _mm256_add_epi32(dots[t][half], _mm256_madd_epi16(w[half], x));
                     }

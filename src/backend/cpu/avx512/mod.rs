@@ -1,6 +1,6 @@
 //! Kernels for AVX-512 with VNNI. Dot products with quantised weights go by 64 weights at a time through `vpdpbusd`,
-//! which multiplies unsigned weights with signed activations: a format gives its weights as unsigned bytes and puts
-//! their zero point into the offset.
+//! which multiplies unsigned weights with signed activations: a format gives its weights as unsigned bytes, and their
+//! zero point is taken off the integer sum of each group.
 
 mod along;
 mod panels;
@@ -394,8 +394,9 @@ unsafe fn k_scales(block: *const u8) -> (__m256, __m256) {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn weights_of_groups(groups: &Groups, i: usize) -> __m512i {
-    // SAFETY: a block of 256 has four units; callers keep i below that.
-    let q = unsafe { _mm512_loadu_si512(groups.q.as_ptr().add(64 * i).cast()) };
+    let q = &groups.q[64 * i..][..64];
+    // SAFETY: 64 bytes.
+    let q = unsafe { _mm512_loadu_si512(q.as_ptr().cast()) };
     _mm512_xor_si512(q, _mm512_set1_epi8(-128))
 }
 

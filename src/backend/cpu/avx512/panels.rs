@@ -1,5 +1,5 @@
-//! Rows side by side: a row in each lane. Of a chunk of 32 weights the integer sum is exact, and chunks are added one
-//! after another, so that one token, a few and many give the same bits.
+//! Rows side by side: a row in each lane. Of weights that share a scale the integer sum is exact, and such groups
+//! are added one after another, so that one token, a few and many give the same bits.
 
 use std::arch::x86_64::*;
 
@@ -263,6 +263,7 @@ pub unsafe fn gemm(
             }
         };
     }
+    const { assert!(TOKEN_TILE == 12) };
     by_tokens!(1 2 3 4 5 6 7 8 9 10 11 12);
 }
 
@@ -294,7 +295,7 @@ unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool>(
                 let w = _mm512_loadu_si512(words.add(pair * LANES).cast());
                 let x = x_words.add(pair * T);
                 for t in 0..T {
-                    dots[t] = _mm512_dpwssd_epi32(dots[t], w, _mm512_set1_epi32(*x.add(t)));
+                    dots[t] = _mm512_dpwssd_epi32(dots[t], w, _mm512_set1_epi32(x.add(t).read_unaligned()));
                 }
             }
         }
@@ -316,7 +317,6 @@ unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool>(
             }
         }
     }
-    const { assert!(T <= TOKEN_TILE) };
     for (t, sums) in sums.iter().enumerate() {
         // SAFETY: the output has places for n rows of every token.
         unsafe { _mm512_mask_storeu_ps(out.add(t * stride), lanes(n), *sums) };

@@ -11,6 +11,7 @@ use half::slice::HalfFloatSliceExt;
 use crate::backend::{KV_BLOCK, KvShape, Place};
 use crate::quant::{DType, encode_q8_0};
 
+use super::fetch;
 use super::kernels::Kernels;
 
 /// Bytes of scores that a tile of queries may have: they stay in the second-level cache.
@@ -91,6 +92,13 @@ impl Tile<'_> {
         (dtype, &self.places[0].blocks[b][start..][..KV_BLOCK * row_bytes])
     }
 
+    /// Asks memory for what follows block `b`, if anything does: it lies far from it.
+    fn fetch_after(&self, b: usize, goes_on: bool, is_value: bool) {
+        if goes_on {
+            fetch(self.part(b + 1, is_value).1);
+        }
+    }
+
     /// Attention of queries `q` (n_tokens, n_heads, head_dim) into `out`, of the same shape.
     pub fn attend(&self, q: &[f32], out: &mut [f32]) {
         let (dim, k) = (self.shape.head_dim, self.kernels);
@@ -102,6 +110,7 @@ impl Tile<'_> {
         // The first token that sees something of a block that starts at key `start`.
         let first_token = |start: usize| start.saturating_sub(first);
         for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
+            self.fetch_after(b, start + KV_BLOCK < n_keys, false);
             let (dtype, keys) = self.part(b, false);
             let keys = floats(dtype, keys).unwrap_or_else(|| {
                 decode_keys(k, dtype, keys, &mut decoded);
@@ -118,6 +127,7 @@ impl Tile<'_> {
         }
         out.fill(0.0);
         for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
+            self.fetch_after(b, start + KV_BLOCK < n_keys, true);
             let (dtype, values) = self.part(b, true);
             let values = floats(dtype, values).unwrap_or_else(|| {
                 // SAFETY: the table is this processor's.

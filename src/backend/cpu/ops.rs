@@ -386,7 +386,7 @@ impl Backend for Cpu<'_> {
             start += n;
         }
         // The heads of a group share decoding keys and values, unless that leaves threads without work.
-        let shared = tiles.len() * shape.n_kv_heads >= CHUNKS_A_THREAD * self.team.n_threads();
+        let shared = tiles.len() * shape.n_kv_heads >= self.team.n_threads();
         let n_heads = if shared { group } else { 1 };
         let parts = width / dim / n_heads;
         out.resize(q.len(), 0.0);

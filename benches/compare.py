@@ -19,6 +19,7 @@ import re
 import shlex
 import statistics
 import subprocess
+import tempfile
 import time
 
 import numpy as np
@@ -111,13 +112,25 @@ class PowerInfer:
     name = "PowerInfer"
 
     def __init__(self, binary, path, threads):
-        self.command = [binary, "-m", str(path), "-t", str(threads), "--temp", "0", "--ignore-eos"]
+        self.command = [
+            os.path.abspath(binary),
+            "-m",
+            os.path.abspath(path),
+            "-t",
+            str(threads),
+            "--temp",
+            "0",
+            "--ignore-eos",
+        ]
 
     def run(self, ids, n_prompt):
         n_decode = len(ids) - n_prompt
         text = " ".join(["the"] * (n_prompt - 1))
         command = [*self.command, "-n", str(n_decode + 1), "-p", text]
-        told = subprocess.run(command, check=True, capture_output=True).stderr.decode(errors="replace")
+        # It leaves a log where it runs.
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(command, check=True, capture_output=True, cwd=folder)
+        told = done.stderr.decode(errors="replace")
         lines = re.findall(r"(prompt eval|  eval) time.*?([\d.]+) tokens per second", told)
         speed = {what.strip(): float(value) for what, value in lines}
         return n_prompt / speed["prompt eval"], n_decode / speed["eval"]

@@ -40,15 +40,14 @@ impl Case {
         quantized
     }
 
+    fn operand<'a>(&'a self, quantized: &'a Quantized) -> Operand<'a> {
+        let (n_cols, n_tokens) = (self.n_cols, self.n_tokens);
+        Operand { n_cols, first: 0, n_tokens, values: &self.x, quantized: Some(quantized) }
+    }
+
     fn run(&self, kernels: &Kernels) -> Vec<f32> {
         let quantized = self.quantized(kernels);
-        let operand = Operand {
-            n_cols: self.n_cols,
-            first: 0,
-            n_tokens: self.n_tokens,
-            values: &self.x,
-            quantized: Some(&quantized),
-        };
+        let operand = self.operand(&quantized);
         let pointers: Vec<_> = self.rows.iter().map(|r| r.as_ptr()).collect();
         let mut out = vec![f32::NAN; self.rows.len() * self.n_tokens];
         let rows = Rows { now: &pointers, next: &[] };
@@ -69,13 +68,7 @@ impl Case {
     fn run_panel(&self, kernels: &Kernels) -> Option<Vec<f32>> {
         let (panel, panels) = (self.panel()?, kernels.panels[self.dtype as usize]?);
         let quantized = self.quantized(kernels);
-        let operand = Operand {
-            n_cols: self.n_cols,
-            first: 0,
-            n_tokens: self.n_tokens,
-            values: &self.x,
-            quantized: Some(&quantized),
-        };
+        let operand = self.operand(&quantized);
         let n = self.rows.len();
         let mut out = vec![f32::NAN; n * self.n_tokens];
         // SAFETY: a whole panel, an output for each row and token, a table of this processor.

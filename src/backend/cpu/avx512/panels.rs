@@ -5,13 +5,11 @@ use std::arch::x86_64::*;
 
 use crate::backend::cpu::kernels::Panels;
 use crate::backend::cpu::operand::{PackedTile, TOKEN_TILE, WeightTile};
+use crate::backend::cpu::x86::{PANEL_AHEAD, parts_of_span, upper_bits};
 use crate::quant::{CHUNK, Interleaved, LANES};
 use crate::with_interleaved;
 
 use super::*;
-
-/// How far ahead memory is asked for a panel.
-const AHEAD: usize = 2048;
 
 pub const fn panels_for(dtype: DType) -> Option<Panels> {
     with_interleaved!(dtype, B => Some(Panels { dot: dot::<B>, unpack: unpack::<B> }), _ => None)
@@ -58,7 +56,7 @@ unsafe fn dot_tokens<F: Interleaved, const T: usize>(
             let (scales, quads) = unsafe {
                 let chunk = chunks.add(c * F::CHUNK_BYTES);
                 for line in (0..F::CHUNK_BYTES).step_by(64) {
-                    _mm_prefetch::<_MM_HINT_T0>(chunk.wrapping_add(AHEAD + line).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(chunk.wrapping_add(PANEL_AHEAD + line).cast());
                 }
                 (scales::<F>(head, chunk), quads::<F>(chunk))
             };
@@ -113,19 +111,6 @@ fn lanes(n: usize) -> __mmask16 {
     0xffff >> (LANES - n)
 }
 
-/// Head and first chunk of a panel's span.
-///
-/// # Safety
-/// The panel has that span.
-#[inline]
-unsafe fn parts_of_span<F: Interleaved>(panel: *const u8, span: usize) -> (*const u8, *const u8) {
-    // SAFETY: as the caller promises.
-    unsafe {
-        let head = panel.add(span * F::SPAN_BYTES);
-        (head, head.add(LANES * 2 * F::HEAD))
-    }
-}
-
 /// Scales and offsets of a chunk's one or two groups.
 ///
 /// # Safety
@@ -178,16 +163,13 @@ unsafe fn quads<F: Interleaved>(chunk: *const u8) -> [__m512i; 8] {
         quads[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
     }
     for j in 0..8 {
-        let (plane, shift, mask) = match F::BITS {
-            5 => (load(4), j, 0x10),
-            6 => (load(4 + j / 4), 2 * (j % 4), 0x30),
-            _ => return quads,
-        };
+        let Some((plane, shift, mask)) = upper_bits::<F>(j) else { return quads };
+        let plane = load(plane);
         // The bits' place in the plane, moved to the fifth.
         let bits = if shift >= 4 {
-            _mm512_srl_epi16(plane, _mm_cvtsi32_si128(shift as i32 - 4))
+            _mm512_srl_epi16(plane, _mm_cvtsi32_si128(shift - 4))
         } else {
-            _mm512_sll_epi16(plane, _mm_cvtsi32_si128(4 - shift as i32))
+            _mm512_sll_epi16(plane, _mm_cvtsi32_si128(4 - shift))
         };
         quads[j] = _mm512_or_si512(quads[j], _mm512_and_si512(bits, _mm512_set1_epi8(mask)));
     }

@@ -30,6 +30,8 @@ pub struct Quantized {
     d: Vec<f32>,
     /// (n_tokens, stride / Q_GROUP): sums of the words.
     sum: Vec<i32>,
+    /// (n_tokens, stride / Q_GROUP): see [`cross`].
+    cross: Vec<i32>,
 }
 
 impl Quantized {
@@ -44,6 +46,7 @@ impl Quantized {
         }
         self.d.resize(n / Q_BLOCK, 0.0);
         self.sum.resize(n / Q_GROUP, 0);
+        self.cross.resize(n / Q_GROUP, 0);
     }
 
     pub fn row(&self, token: usize) -> QRow<'_> {
@@ -65,6 +68,7 @@ impl Quantized {
             low: Parts::new(&mut self.low),
             d: Parts::new(&mut self.d),
             sum: Parts::new(&mut self.sum),
+            cross: Parts::new(&mut self.cross),
         }
     }
 }
@@ -77,6 +81,7 @@ pub struct QuantizedParts<'a> {
     low: Parts<'a, i8>,
     d: Parts<'a, f32>,
     sum: Parts<'a, i32>,
+    cross: Parts<'a, i32>,
 }
 
 impl QuantizedParts<'_> {
@@ -90,6 +95,7 @@ impl QuantizedParts<'_> {
                 words: self.words.part(token * s, s),
                 d: self.d.part(token * s / Q_BLOCK, s / Q_BLOCK),
                 sum: self.sum.part(token * s / Q_GROUP, s / Q_GROUP),
+                cross: self.cross.part(token * s / Q_GROUP, s / Q_GROUP),
             }
         }
     }
@@ -125,6 +131,20 @@ pub struct QRowMut<'a> {
     pub words: &'a mut [i16],
     pub d: &'a mut [f32],
     pub sum: &'a mut [i32],
+    pub cross: &'a mut [i32],
+}
+
+/// What a matrix-matrix kernel takes off: minus the products of words two places apart in every four, summed modulo 2^32.
+///
+/// Such a kernel multiplies sums: `(w0 + x2)(w2 + x0) = w0 x0 + w2 x2 + w0 w2 + x2 x0`, which is half the multiplications
+/// once the last two, which belong to one row and one token alone, are known (Winograd, "A New Algorithm for Inner
+/// Product", 1968). In whole numbers nothing is lost, also where they wrap on the way.
+#[inline(always)]
+pub fn cross(words: &[i16]) -> i32 {
+    let product = |a: i16, b: i16| a as i32 * b as i32;
+    words.as_chunks::<4>().0.iter().fold(0, |sum: i32, w| {
+        sum.wrapping_sub(product(w[0], w[2])).wrapping_sub(product(w[1], w[3]))
+    })
 }
 
 /// `n_tokens` rows of `n_cols` activations, from row `first` on. Kernels for quantised weights read `quantized`,
@@ -171,8 +191,22 @@ pub struct Packed {
     words: Vec<[i16; 2]>,
     /// By tile (stride / Q_BLOCK, tokens of the tile).
     d: Vec<f32>,
-    /// By tile (stride / Q_GROUP, tokens of the tile).
-    sum: Vec<i32>,
+    /// For weights of which 16 share a scale, and 32.
+    groups: [PackedGroups; 2],
+}
+
+/// What a [`Packed`] has for each group of values whose weights share a scale.
+#[derive(Default)]
+struct PackedGroups {
+    /// By tile (stride / group length, tokens of the tile): see [`cross`].
+    cross: Vec<i32>,
+    /// By tile (stride / group length, tokens of the tile): sums of the values.
+    sum: Vec<f32>,
+}
+
+/// The length of groups number `i`.
+const fn group_len(i: usize) -> usize {
+    Q_GROUP << i
 }
 
 /// One tile of a [`Packed`].
@@ -183,7 +217,7 @@ pub struct PackedTile<'a> {
     pub n_tokens: usize,
     pub words: &'a [[i16; 2]],
     pub d: &'a [f32],
-    pub sum: &'a [i32],
+    groups: [(&'a [i32], &'a [f32]); 2],
 }
 
 impl<'a> PackedTile<'a> {
@@ -195,9 +229,17 @@ impl<'a> PackedTile<'a> {
             n_cols: columns.len(),
             words: &self.words[columns.start / 2 * n..columns.end / 2 * n],
             d: &self.d[columns.start / Q_BLOCK * n..],
-            sum: &self.sum[columns.start / Q_GROUP * n..],
+            groups: std::array::from_fn(|i| {
+                let (from, (cross, sum)) = (columns.start / group_len(i) * n, self.groups[i]);
+                (&cross[from..], &sum[from..])
+            }),
             ..*self
         }
+    }
+
+    /// Cross sums and sums of values, for weights of which `share` have a scale.
+    pub fn groups(&self, share: usize) -> (&'a [i32], &'a [f32]) {
+        self.groups[(share > Q_GROUP) as usize]
     }
 }
 
@@ -207,7 +249,10 @@ impl Packed {
         let stride = n_cols.next_multiple_of(Q_BLOCK);
         self.words.resize(n_tokens * n_cols / 2, [0; 2]);
         self.d.resize(n_tokens * stride / Q_BLOCK, 0.0);
-        self.sum.resize(n_tokens * stride / Q_GROUP, 0);
+        for (i, groups) in self.groups.iter_mut().enumerate() {
+            groups.cross.resize(n_tokens * stride / group_len(i), 0);
+            groups.sum.resize(n_tokens * stride / group_len(i), 0.0);
+        }
     }
 
     pub fn n_tiles(&self) -> usize {
@@ -230,7 +275,10 @@ impl Packed {
             n_tokens: tokens.len(),
             words: &self.words[part(self.n_cols / 2)],
             d: &self.d[part(stride / Q_BLOCK)],
-            sum: &self.sum[part(stride / Q_GROUP)],
+            groups: std::array::from_fn(|i| {
+                let (part, groups) = (part(stride / group_len(i)), &self.groups[i]);
+                (&groups.cross[part.clone()], &groups.sum[part])
+            }),
         }
     }
 
@@ -241,16 +289,15 @@ impl Packed {
     pub unsafe fn fill(&mut self, from: &Quantized, run: impl FnOnce(usize, &(dyn Fn(usize) + Sync))) {
         let (n_cols, stride) = (self.n_cols, self.n_cols.next_multiple_of(Q_BLOCK));
         let ranges: Vec<_> = (0..self.n_tiles()).map(|i| self.tokens(i)).collect();
-        let (words, d, sum) =
-            (Parts::new(&mut self.words), Parts::new(&mut self.d), Parts::new(&mut self.sum));
+        let (words, d) = (Parts::new(&mut self.words), Parts::new(&mut self.d));
+        let groups = self.groups.each_mut().map(|g| (Parts::new(&mut g.cross), Parts::new(&mut g.sum)));
         run(ranges.len(), &|i| {
             let (start, n) = (ranges[i].start, ranges[i].len());
             // SAFETY: tiles don't overlap, and each is filled once, as the caller promises.
-            let (words, d, sum) = unsafe {
+            let (words, d) = unsafe {
                 (
                     words.part(start * n_cols / 2, n * n_cols / 2),
                     d.part(start * stride / Q_BLOCK, n * stride / Q_BLOCK),
-                    sum.part(start * stride / Q_GROUP, n * stride / Q_GROUP),
                 )
             };
             for t in 0..n {
@@ -258,12 +305,28 @@ impl Packed {
                 words[t..].iter_mut().step_by(n).zip(row).for_each(|(out, pair)| *out = *pair);
                 let row = &from.d[(start + t) * stride / Q_BLOCK..];
                 d[t..].iter_mut().step_by(n).zip(row).for_each(|(out, d)| *out = *d);
-                let row = &from.sum[(start + t) * stride / Q_GROUP..];
-                sum[t..].iter_mut().step_by(n).zip(row).for_each(|(out, sum)| *out = *sum);
+            }
+            for (i, (cross, sum)) in groups.iter().enumerate() {
+                let (n_groups, together) = (stride / group_len(i), group_len(i) / Q_GROUP);
+                // SAFETY: as above.
+                let (cross, sum) = unsafe {
+                    (cross.part(start * n_groups, n * n_groups), sum.part(start * n_groups, n * n_groups))
+                };
+                let total = |of: &[i32], at: usize| of[at..at + together].iter().fold(0, |a: i32, b| a.wrapping_add(*b));
+                for (g, t) in (0..n_groups).flat_map(|g| (0..n).map(move |t| (g, t))) {
+                    let at = (start + t) * stride + g * group_len(i);
+                    cross[g * n + t] = total(&from.cross, at / Q_GROUP);
+                    sum[g * n + t] = from.d[at / Q_BLOCK] * total(&from.sum, at / Q_GROUP) as f32;
+                }
             }
         });
     }
 }
+
+/// Sixteen values, a row of weights each, where a register's load never crosses a cache line.
+#[derive(Clone, Copy, Default)]
+#[repr(C, align(64))]
+pub struct Line<T>(pub [T; LANES]);
 
 /// Sixteen rows of weights as a matrix-matrix kernel reads them: signed 16-bit integers, in pairs by row.
 #[derive(Default)]
@@ -272,20 +335,23 @@ pub struct WeightTile {
     /// Weights that share a scale: 16 or 32.
     pub share: usize,
     pub has_min: bool,
-    /// (n_cols / 2, LANES): two weights.
-    pub words: Vec<[i16; 2]>,
-    /// (n_cols / share, LANES)
-    pub scales: Vec<f32>,
-    /// (n_cols / share, LANES), where there are offsets.
-    pub mins: Vec<f32>,
+    /// (n_cols / 2): two weights of each row.
+    pub words: Vec<Line<[i16; 2]>>,
+    /// (n_cols / share)
+    pub scales: Vec<Line<f32>>,
+    /// (n_cols / share), where there are offsets.
+    pub mins: Vec<Line<f32>>,
+    /// (n_cols / share): see [`cross`].
+    pub cross: Vec<Line<i32>>,
 }
 
 impl WeightTile {
     /// Makes room for rows of `n_cols` of blocks `B`.
     pub fn reset<B: Block>(&mut self, n_cols: usize) {
         (self.n_cols, self.share, self.has_min) = (n_cols, B::SHARE, B::HAS_MIN);
-        self.words.resize(n_cols / 2 * LANES, [0; 2]);
-        self.scales.resize(n_cols / B::SHARE * LANES, 0.0);
-        self.mins.resize(if B::HAS_MIN { n_cols / B::SHARE * LANES } else { 0 }, 0.0);
+        self.words.resize(n_cols / 2, Line::default());
+        self.scales.resize(n_cols / B::SHARE, Line::default());
+        self.cross.resize(n_cols / B::SHARE, Line::default());
+        self.mins.resize(if B::HAS_MIN { n_cols / B::SHARE } else { 0 }, Line::default());
     }
 }

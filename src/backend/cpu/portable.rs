@@ -7,7 +7,7 @@ use crate::quant::{self, Block, DType, GROUP, Groups, LANES, decode_block};
 use crate::with_block;
 
 use super::kernels::Pick;
-use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut, WeightTile};
+use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut, WeightTile, cross};
 
 /// Sums in sixteen lanes, in a fixed order.
 #[inline(always)]
@@ -49,6 +49,7 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
     out.words[x.len()..].fill(0);
     out.d.fill(0.0);
     out.sum.fill(0);
+    out.cross.fill(0);
     for (b, x) in x.chunks(Q_BLOCK).enumerate() {
         let (mut lanes, mut poison) = ([0.0f32; 16], [0.0f32; 16]);
         for x in x.chunks(16) {
@@ -74,6 +75,7 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
                 total += q;
             }
             out.sum[at / Q_GROUP] = total;
+            out.cross[at / Q_GROUP] = cross(&out.words[at..at + Q_GROUP]);
         }
     }
 }
@@ -357,15 +359,17 @@ fn unpack_blocks<B: Block>(rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile)
                 Some(row) => B::unpack(&row[b * B::BYTES..][..B::BYTES], &mut groups),
                 None => groups = Groups::new(),
             }
-            let words = &mut tile.words[b * B::LEN / 2 * LANES + lane..];
-            for (out, q) in words.iter_mut().step_by(LANES).zip(groups.q[..B::LEN].as_chunks::<2>().0) {
-                *out = q.map(i16::from);
+            let words = &mut tile.words[b * B::LEN / 2..];
+            for (out, q) in words.iter_mut().zip(groups.q[..B::LEN].as_chunks::<2>().0) {
+                out.0[lane] = q.map(i16::from);
             }
             for g in 0..B::LEN / B::SHARE {
-                let at = (b * (B::LEN / B::SHARE) + g) * LANES + lane;
-                tile.scales[at] = groups.scale[g * B::SHARE / GROUP];
+                let at = b * (B::LEN / B::SHARE) + g;
+                tile.scales[at].0[lane] = groups.scale[g * B::SHARE / GROUP];
+                let words: [i16; 32] = std::array::from_fn(|i| groups.q[g * B::SHARE + i % B::SHARE] as i16);
+                tile.cross[at].0[lane] = cross(&words[..B::SHARE]);
                 if B::HAS_MIN {
-                    tile.mins[at] = groups.min[g * B::SHARE / GROUP];
+                    tile.mins[at].0[lane] = groups.min[g * B::SHARE / GROUP];
                 }
             }
         }

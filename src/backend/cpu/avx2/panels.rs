@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 
 use crate::backend::cpu::kernels::Panels;
-use crate::backend::cpu::operand::{PackedTile, WeightTile};
+use crate::backend::cpu::operand::{Line, PackedTile, WeightTile};
 use crate::backend::cpu::x86::{PANEL_AHEAD, parts_of_span, upper_bits};
 use crate::quant::{CHUNK, Interleaved, LANES};
 use crate::with_interleaved;
@@ -224,24 +224,31 @@ unsafe fn unpack<F: Interleaved>(panel: *const u8, n_cols: usize, tile: &mut Wei
                 let chunk = chunks.add(c * F::CHUNK_BYTES);
                 let at = span * F::LEN + c * CHUNK;
                 let quads = quads::<F>(chunk, half);
+                let mut products = [_mm256_setzero_si256(); 2];
                 for j in 0..8 {
-                    let (quad, out) = (quads[j], words.add((at / 2 + 2 * j) * LANES + 8 * half));
+                    let (quad, out) = (quads[j], words.add(at / 2 + 2 * j).cast::<__m256i>().add(half));
                     // Of each quad the lower bytes' pair and the upper bytes', widened with their sign.
                     let low = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8);
                     let high = _mm256_srai_epi16(quad, 8);
                     // low: bytes 0 and 2 of a quad, high: 1 and 3; wanted are (0, 1) and (2, 3).
                     let first = _mm256_blend_epi16(low, _mm256_slli_epi32(high, 16), 0xaa);
                     let second = _mm256_blend_epi16(_mm256_srli_epi32(low, 16), high, 0xaa);
-                    _mm256_storeu_si256(out.cast(), _mm256_sub_epi16(first, zero));
-                    _mm256_storeu_si256(out.add(LANES).cast(), _mm256_sub_epi16(second, zero));
+                    let (first, second) = (_mm256_sub_epi16(first, zero), _mm256_sub_epi16(second, zero));
+                    _mm256_store_si256(out, first);
+                    _mm256_store_si256(out.add(2), second);
+                    let products = &mut products[4 * j / F::SHARE];
+                    *products = _mm256_add_epi32(*products, _mm256_madd_epi16(first, second));
                 }
                 let scales = scales::<F>(head, chunk, half);
                 for g in 0..CHUNK / F::SHARE {
                     let (scale, min) = scales[g];
-                    let at = (at / F::SHARE + g) * LANES + 8 * half;
-                    _mm256_storeu_ps(tile.scales.as_mut_ptr().add(at), scale);
+                    let at = at / F::SHARE + g;
+                    let cross = _mm256_sub_epi32(_mm256_setzero_si256(), products[g]);
+                    _mm256_store_si256(tile.cross.as_mut_ptr().add(at).cast::<__m256i>().add(half), cross);
+                    let put = |to: &mut Vec<Line<f32>>, v| _mm256_store_ps(to.as_mut_ptr().add(at).cast::<f32>().add(8 * half), v);
+                    put(&mut tile.scales, scale);
                     if F::HAS_MIN {
-                        _mm256_storeu_ps(tile.mins.as_mut_ptr().add(at), min);
+                        put(&mut tile.mins, min);
                     }
                 }
             }
@@ -301,25 +308,44 @@ unsafe fn gemm_tokens<const T: usize>(
         }
     }
     let share = weights.share;
+    let (x_cross, x_sums) = x.groups(share);
     for g in 0..x.n_cols / share {
         let mut dots = [[_mm256_setzero_si256(); 2]; T];
-        for pair in g * share / 2..(g + 1) * share / 2 {
-            // SAFETY: both tiles have n_cols / 2 pairs.
+        // SAFETY: there is a cross sum for each group, of the weights and of the activations.
+        unsafe {
+            let cross = weights.cross.as_ptr().add(g).cast::<__m256i>();
+            let cross = [_mm256_load_si256(cross), _mm256_load_si256(cross.add(1))];
+            for t in 0..T {
+                let of_token = _mm256_set1_epi32(*x_cross.as_ptr().add(g * x.n_tokens + first + t));
+                for half in 0..2 {
+                    dots[t][half] = _mm256_add_epi32(cross[half], of_token);
+                }
+            }
+        }
+        for pair in (g * share / 2..(g + 1) * share / 2).step_by(2) {
+            // SAFETY: both tiles have n_cols / 2 pairs, an even number.
             unsafe {
-                let at = words.add(pair * LANES);
-                let w = [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(8).cast())];
+                let at = words.add(pair).cast::<__m256i>();
+                let mut w = [_mm256_setzero_si256(); 4];
+                for i in 0..4 {
+                    w[i] = _mm256_load_si256(at.add(i));
+                }
                 for t in 0..T {
-                    let x = _mm256_set1_epi32(x_words.add(pair * x.n_tokens + first + t).read_unaligned());
+                    let at = x_words.add(pair * x.n_tokens + first + t);
+                    let x0 = _mm256_set1_epi32(at.read_unaligned());
+                    let x1 = _mm256_set1_epi32(at.add(x.n_tokens).read_unaligned());
                     for half in 0..2 {
-                        dots[t][half] = _mm256_add_epi32(dots[t][half], _mm256_madd_epi16(w[half], x));
+                        let (a, b) = (_mm256_add_epi16(w[half], x1), _mm256_add_epi16(w[2 + half], x0));
+                        dots[t][half] = _mm256_add_epi32(dots[t][half], _mm256_madd_epi16(a, b));
                     }
                 }
             }
         }
         for half in 0..2 {
-            // SAFETY: there is a scale of the weights for each group, of the activations for every 64.
+            // SAFETY: there are a scale and an offset of the weights for each group, a sum of the activations too, and a
+            // scale of theirs for every 64.
             unsafe {
-                let scale = _mm256_loadu_ps(weights.scales.as_ptr().add(g * LANES + 8 * half));
+                let scale = _mm256_load_ps(weights.scales.as_ptr().add(g).cast::<f32>().add(8 * half));
                 for t in 0..T {
                     let at = first + t;
                     let d = *x.d.as_ptr().add(g * share / 64 * x.n_tokens + at);
@@ -327,10 +353,9 @@ unsafe fn gemm_tokens<const T: usize>(
                     let sum = &mut sums[t][half];
                     *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[t][half]), scale, *sum);
                     if weights.has_min {
-                        let min = _mm256_loadu_ps(weights.mins.as_ptr().add(g * LANES + 8 * half));
-                        let x_sum = x.sum.as_ptr().add(g * share / 16 * x.n_tokens + at);
-                        let whole = if share == 32 { *x_sum + *x_sum.add(x.n_tokens) } else { *x_sum };
-                        *sum = _mm256_fmadd_ps(min, _mm256_set1_ps(d * whole as f32), *sum);
+                        let min = _mm256_load_ps(weights.mins.as_ptr().add(g).cast::<f32>().add(8 * half));
+                        let x_sum = *x_sums.as_ptr().add(g * x.n_tokens + at);
+                        *sum = _mm256_fmadd_ps(min, _mm256_set1_ps(x_sum), *sum);
                     }
                 }
             }

@@ -197,19 +197,25 @@ unsafe fn unpack<F: Interleaved>(panel: *const u8, n_cols: usize, tile: &mut Wei
                 let chunk = chunks.add(c * F::CHUNK_BYTES);
                 let at = span * F::LEN + c * CHUNK;
                 let quads = quads::<F>(chunk);
+                let mut products = [_mm512_setzero_si512(); 2];
                 for j in 0..8 {
-                    let (quad, out) = (quads[j], words.add((at / 2 + 2 * j) * LANES));
+                    let (quad, out) = (quads[j], words.add(at / 2 + 2 * j));
                     let pair = |which| _mm512_sub_epi16(_mm512_shuffle_epi8(quad, which), zero);
-                    _mm512_storeu_si512(out.cast(), pair(first));
-                    _mm512_storeu_si512(out.add(LANES).cast(), pair(second));
+                    let (first, second) = (pair(first), pair(second));
+                    _mm512_store_si512(out.cast(), first);
+                    _mm512_store_si512(out.add(1).cast(), second);
+                    let products = &mut products[4 * j / F::SHARE];
+                    *products = _mm512_dpwssd_epi32(*products, first, second);
                 }
                 let scales = scales::<F>(head, chunk);
                 for g in 0..CHUNK / F::SHARE {
                     let (scale, min) = scales[g];
-                    let at = (at / F::SHARE + g) * LANES;
-                    _mm512_storeu_ps(tile.scales.as_mut_ptr().add(at), scale);
+                    let at = at / F::SHARE + g;
+                    let cross = _mm512_sub_epi32(_mm512_setzero_si512(), products[g]);
+                    _mm512_store_si512(tile.cross.as_mut_ptr().add(at).cast(), cross);
+                    _mm512_store_ps(tile.scales.as_mut_ptr().add(at).cast(), scale);
                     if F::HAS_MIN {
-                        _mm512_storeu_ps(tile.mins.as_mut_ptr().add(at), min);
+                        _mm512_store_ps(tile.mins.as_mut_ptr().add(at).cast(), min);
                     }
                 }
             }
@@ -269,32 +275,43 @@ unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool>(
             sums[t] = unsafe { _mm512_maskz_loadu_ps(lanes(n), out.add(t * stride)) };
         }
     }
+    let (x_cross, x_sums) = x.groups(SHARE);
     for g in 0..x.n_cols / SHARE {
         let mut dots = [_mm512_setzero_si512(); T];
-        for pair in g * SHARE / 2..(g + 1) * SHARE / 2 {
-            // SAFETY: both tiles have n_cols / 2 pairs, and the processor has the instruction set.
+        // SAFETY: there is a cross sum for each group, of the weights and of the activations.
+        unsafe {
+            let cross = _mm512_load_si512(weights.cross.as_ptr().add(g).cast());
+            let of_token = x_cross.as_ptr().add(g * T);
+            for t in 0..T {
+                dots[t] = _mm512_add_epi32(cross, _mm512_set1_epi32(*of_token.add(t)));
+            }
+        }
+        for pair in (g * SHARE / 2..(g + 1) * SHARE / 2).step_by(2) {
+            // SAFETY: both tiles have n_cols / 2 pairs, an even number, and the processor has the instruction set.
             unsafe {
-                let w = _mm512_loadu_si512(words.add(pair * LANES).cast());
+                let w = [_mm512_load_si512(words.add(pair).cast()), _mm512_load_si512(words.add(pair + 1).cast())];
                 let x = x_words.add(pair * T);
                 for t in 0..T {
-                    dots[t] = _mm512_dpwssd_epi32(dots[t], w, _mm512_set1_epi32(x.add(t).read_unaligned()));
+                    let a = _mm512_add_epi16(w[0], _mm512_set1_epi32(x.add(T + t).read_unaligned()));
+                    let b = _mm512_add_epi16(w[1], _mm512_set1_epi32(x.add(t).read_unaligned()));
+                    dots[t] = _mm512_dpwssd_epi32(dots[t], a, b);
                 }
             }
         }
-        // SAFETY: there is a scale of the weights for each group, of the activations for every 64.
+        // SAFETY: there are a scale and an offset of the weights for each group, a sum of the activations too, and a scale
+        // of theirs for every 64.
         unsafe {
-            let scale = _mm512_loadu_ps(weights.scales.as_ptr().add(g * LANES));
+            let scale = _mm512_load_ps(weights.scales.as_ptr().add(g).cast());
             let d = x.d.as_ptr().add(g * SHARE / 64 * T);
             for t in 0..T {
                 let scale = _mm512_mul_ps(scale, _mm512_set1_ps(*d.add(t)));
                 sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, sums[t]);
             }
             if MIN {
-                let min = _mm512_loadu_ps(weights.mins.as_ptr().add(g * LANES));
-                let x_sum = x.sum.as_ptr().add(g * SHARE / 16 * T);
+                let min = _mm512_load_ps(weights.mins.as_ptr().add(g).cast());
+                let x_sums = x_sums.as_ptr().add(g * T);
                 for t in 0..T {
-                    let whole = if SHARE == 32 { *x_sum.add(t) + *x_sum.add(T + t) } else { *x_sum.add(t) };
-                    sums[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(*d.add(t) * whole as f32), sums[t]);
+                    sums[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(*x_sums.add(t)), sums[t]);
                 }
             }
         }

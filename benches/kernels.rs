@@ -65,7 +65,6 @@ fn panels(c: &mut Criterion) {
     for kernels in available() {
         for dtype in types() {
             let Some(panels) = kernels.panels[dtype as usize] else { continue };
-            let Some(gemm) = kernels.gemm else { continue };
             let size = panel_bytes(dtype, N_COLS).expect("a type with panels");
             let n_panels = N_ROWS / LANES;
             let bytes = [0x00, 0x3c].repeat(n_panels * size / 2);
@@ -95,12 +94,14 @@ fn panels(c: &mut Criterion) {
             let mut group = c.benchmark_group(format!("gemm/{}", kernels.name));
             // Multiplications, here.
             group.throughput(Throughput::Elements((LANES * N_COLS * TOKEN_TILE) as u64)).sample_size(10);
-            group.bench_function(BenchmarkId::from_parameter(dtype.name()), |b| {
-                // SAFETY: tiles of one length, an output for each row and token, a table of this processor.
-                b.iter(|| unsafe {
-                    gemm(black_box(&tile), LANES, &packed.tile(0), false, out.as_mut_ptr(), LANES)
-                })
-            });
+            for (i, gemm) in kernels.gemms.iter().enumerate() {
+                group.bench_function(format!("{} form {i}", dtype.name()), |b| {
+                    // SAFETY: tiles of one length, an output for each row and token, a table of this processor.
+                    b.iter(|| unsafe {
+                        gemm(black_box(&tile), LANES, &packed.tile(0), false, out.as_mut_ptr(), LANES)
+                    })
+                });
+            }
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Every instruction set against the scalar kernels, for every type and many shapes.
 
-use powerinfer_rs::backend::cpu::kernels::{Kernels, Rows, available};
+use powerinfer_rs::backend::cpu::kernels::{Gemm, Kernels, Rows, available};
 use powerinfer_rs::backend::cpu::operand::{Operand, Packed, Quantized, TOKEN_TILE, WeightTile};
 use powerinfer_rs::quant::{DType, LANES, decode, interleave, panel_bytes};
 
@@ -77,8 +77,7 @@ impl Case {
     }
 
     /// As `run`, by the matrix-matrix kernel, from rows side by side or from rows.
-    fn run_gemm(&self, kernels: &Kernels, from_panel: bool) -> Option<Vec<f32>> {
-        let gemm = kernels.gemm.filter(|_| self.dtype.is_quantized())?;
+    fn run_gemm(&self, kernels: &Kernels, gemm: Gemm, from_panel: bool) -> Option<Vec<f32>> {
         let mut tile = WeightTile::default();
         if from_panel {
             let (panel, panels) = (self.panel()?, kernels.panels[self.dtype as usize]?);
@@ -104,8 +103,10 @@ impl Case {
     }
 
     /// As `run_gemm`, the columns in two parts of which the first is `split` long.
-    fn run_gemm_in_parts(&self, kernels: &Kernels, split: usize) -> Option<Vec<f32>> {
-        let gemm = kernels.gemm.filter(|_| self.dtype.is_quantized() && split < self.n_cols)?;
+    fn run_gemm_in_parts(&self, kernels: &Kernels, gemm: Gemm, split: usize) -> Option<Vec<f32>> {
+        if split >= self.n_cols {
+            return None;
+        }
         let mut packed = Packed::default();
         packed.resize(self.n_tokens, self.n_cols);
         // SAFETY: each number once.
@@ -207,12 +208,12 @@ fn every_layout_gives_the_same_bits() {
             let case = Case::new(dtype, blocks * dtype.block_len(), n_rows, n_tokens, blocks as u64);
             for kernels in available() {
                 let want: Vec<u32> = case.run(kernels).iter().map(|v| v.to_bits()).collect();
-                let others = [
-                    ("panel", case.run_panel(kernels)),
-                    ("gemm of a panel", case.run_gemm(kernels, true)),
-                    ("gemm of rows", case.run_gemm(kernels, false)),
-                    ("gemm in parts", case.run_gemm_in_parts(kernels, 256)),
-                ];
+                let mut others = vec![("panel", case.run_panel(kernels))];
+                for gemm in kernels.gemms {
+                    others.push(("gemm of a panel", case.run_gemm(kernels, *gemm, true)));
+                    others.push(("gemm of rows", case.run_gemm(kernels, *gemm, false)));
+                    others.push(("gemm in parts", case.run_gemm_in_parts(kernels, *gemm, 256)));
+                }
                 for (what, got) in others {
                     let got = got.map(|got| got.iter().map(|v| v.to_bits()).collect::<Vec<_>>());
                     assert!(

@@ -1,11 +1,12 @@
 //! The table of kernels: one set of function pointers for each instruction set, chosen once, at run time.
 
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
-use crate::quant::DType;
+use crate::quant::{DType, LANES, Q4_0};
 use crate::{Error, Result};
 
-use super::operand::{Operand, PackedTile, QRowMut, WeightTile};
+use super::operand::{Operand, Packed, PackedTile, QRowMut, TOKEN_TILE, WeightTile};
 
 /// Dot products of weight rows with every token of an operand: `out[t * stride + r] = rows[r] · x[t]`.
 /// The result for one row and token doesn't depend on the others in the call.
@@ -64,8 +65,10 @@ pub struct Kernels {
     pub dot: [Dot; DType::ALL.len()],
     /// By `DType as usize`: what there is for rows side by side.
     pub panels: [Option<Panels>; DType::ALL.len()],
-    /// For many tokens, where the instruction set has it.
-    pub gemm: Option<Gemm>,
+    /// For many tokens, where the instruction set has it: forms that give the same bits.
+    pub gemms: &'static [Gemm],
+    /// The one of them that this processor likes best.
+    pub fastest_gemm: OnceLock<Gemm>,
     pub interleave: unsafe fn(dtype: DType, rows: &[&[u8]], out: &mut [u8]),
     pub unpack_rows: UnpackRows,
     pub quantize: unsafe fn(x: &[f32], out: &mut QRowMut),
@@ -85,13 +88,46 @@ pub struct Kernels {
     pub gelu: unsafe fn(x: &mut [f32]),
 }
 
+impl Kernels {
+    /// The fastest matrix-matrix kernel, measured when first asked for.
+    pub fn gemm(&self) -> Option<Gemm> {
+        match self.gemms {
+            [] => None,
+            [one] => Some(*one),
+            all => Some(*self.fastest_gemm.get_or_init(|| fastest(all))),
+        }
+    }
+}
+
+/// The kernel that took least for a small product, the best of a few turns each: tens of microseconds in all.
+fn fastest(gemms: &[Gemm]) -> Gemm {
+    const COLUMNS: usize = 256;
+    const TURNS: usize = 8;
+    let mut weights = WeightTile::default();
+    weights.reset::<Q4_0>(COLUMNS);
+    let mut x = Packed::default();
+    x.resize(TOKEN_TILE, COLUMNS);
+    let mut out = [0.0f32; TOKEN_TILE * LANES];
+    let mut best = vec![Duration::MAX; gemms.len()];
+    for _ in 0..TURNS {
+        for (gemm, best) in gemms.iter().zip(&mut best) {
+            let start = Instant::now();
+            // SAFETY: tiles of one length, an output for each row and token, a table of this processor.
+            unsafe { gemm(&weights, LANES, &x.tile(0), false, out.as_mut_ptr(), LANES) };
+            *best = start.elapsed().min(*best);
+        }
+    }
+    let (fastest, _) = gemms.iter().zip(best).min_by_key(|(_, time)| *time).expect("several kernels");
+    *fastest
+}
+
 /// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance` and `along` beside it, and where the
-/// set has them a `const fn(DType) -> Option<Panels>` and a [`Gemm`].
+/// set has them a `const fn(DType) -> Option<Panels>` and [`Gemm`]s.
 macro_rules! table {
     ($name:literal, $dot_for:ident) => {
-        table!($name, $dot_for, no_panels, None)
+        table!($name, $dot_for, no_panels, &[])
     };
-    ($name:literal, $dot_for:ident, $panels_for:ident, $gemm:expr) => {{
+    ($name:literal, $dot_for:ident, $panels_for:ident, $gemms:expr) => {{
         const fn no_panels(_: DType) -> Option<$crate::backend::cpu::kernels::Panels> {
             None
         }
@@ -116,7 +152,8 @@ macro_rules! table {
                 }
                 panels
             },
-            gemm: $gemm,
+            gemms: $gemms,
+            fastest_gemm: std::sync::OnceLock::new(),
             interleave: instance::interleave,
             unpack_rows: instance::unpack_rows,
             quantize: instance::quantize,

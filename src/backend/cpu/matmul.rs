@@ -51,9 +51,9 @@ impl Matmul<'_> {
         assert_eq!(weight.n_cols(), self.x.n_cols);
         assert!(self.list.is_none() || weight.layout() == Layout::Rows);
         assert!(columns.start.is_multiple_of(LANES) && columns.end <= self.width);
-        match (self.packed, self.kernels.gemm, weight.layout()) {
-            (Some(packed), Some(_), _) if weight.dtype().is_quantized() => self.gemm(packed, columns),
-            (_, _, Layout::Panels) => self.panels(columns),
+        match (self.packed, weight.layout()) {
+            (Some(packed), _) if weight.dtype().is_quantized() => self.gemm(packed, columns),
+            (_, Layout::Panels) => self.panels(columns),
             _ => self.rows(columns),
         }
     }
@@ -141,7 +141,7 @@ impl Matmul<'_> {
     }
 
     fn gemm(&self, packed: &Packed, columns: Range<usize>) {
-        let gemm = self.kernels.gemm.expect("asked before");
+        let gemm = self.kernels.gemm().expect("activations are packed where there are kernels");
         let n_cols = self.x.n_cols;
         TILES.with_borrow_mut(|(tiles, panel)| {
             tiles.resize_with(TILES_AT_A_TIME, WeightTile::default);

@@ -12,7 +12,7 @@ use super::portable;
 
 portable::instantiate!(#[target_feature(enable = "neon")]);
 
-pub const KERNELS: Kernels = table!("neon", dot_for);
+pub static KERNELS: Kernels = table!("neon", dot_for);
 
 const fn dot_for(dtype: DType) -> Dot {
     with_block!(dtype, B => dot_quantized::<B>, _ => match dtype {

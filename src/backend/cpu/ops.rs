@@ -80,7 +80,7 @@ impl<'a> Cpu<'a> {
 
     /// Whether a matrix-matrix kernel is worthwhile for so many tokens.
     fn is_packed(&self, n_tokens: usize) -> bool {
-        n_tokens >= GEMM_TOKENS && self.kernels.gemm.is_some()
+        n_tokens >= GEMM_TOKENS && !self.kernels.gemms.is_empty()
     }
 
     /// What a matrix-matrix kernel reads, where one is.

@@ -10,7 +10,7 @@ use super::portable;
 
 portable::instantiate!();
 
-pub const KERNELS: Kernels = table!("scalar", dot_for);
+pub static KERNELS: Kernels = table!("scalar", dot_for);
 
 const fn dot_for(dtype: DType) -> super::kernels::Dot {
     with_block!(dtype, B => dot_q::<B>, _ => match dtype {

@@ -22,7 +22,7 @@ portable::instantiate!(all_but_along #[target_feature(enable = "avx2,fma,f16c")]
 
 use panels::panels_for;
 
-pub const KERNELS: Kernels = table!("avx2", dot_for, panels_for, Some(panels::gemm));
+pub static KERNELS: Kernels = table!("avx2", dot_for, panels_for, &[panels::gemm]);
 
 const fn dot_for(dtype: DType) -> Dot {
     match dtype {

@@ -29,7 +29,7 @@ portable::instantiate!(all_but_along #[target_feature(enable = "avx512f,avx512bw
 
 use panels::panels_for;
 
-pub const KERNELS: Kernels = table!("avx512", dot_for, panels_for, Some(panels::gemm));
+pub static KERNELS: Kernels = table!("avx512", dot_for, panels_for, &[panels::gemm::<true>, panels::gemm::<false>]);
 
 const fn dot_for(dtype: DType) -> Dot {
     match dtype {

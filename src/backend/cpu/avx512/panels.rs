@@ -223,10 +223,13 @@ unsafe fn unpack<F: Interleaved>(panel: *const u8, n_cols: usize, tile: &mut Wei
     }
 }
 
+/// With `CROSS` sums are multiplied (see [`crate::backend::cpu::operand::cross`]): half the multiplications for twice as
+/// many additions, which pays where a processor adds faster than it multiplies.
+///
 /// # Safety
 /// As [`super::super::kernels::Gemm`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-pub unsafe fn gemm(
+pub unsafe fn gemm<const CROSS: bool>(
     weights: &WeightTile,
     n: usize,
     x: &PackedTile,
@@ -241,10 +244,10 @@ pub unsafe fn gemm(
                 // SAFETY: as the caller promises.
                 $($t => unsafe {
                     match (weights.share, weights.has_min) {
-                        (32, false) => gemm_tile::<$t, 32, false>(weights, n, x, goes_on, out, stride),
-                        (32, true) => gemm_tile::<$t, 32, true>(weights, n, x, goes_on, out, stride),
-                        (_, false) => gemm_tile::<$t, 16, false>(weights, n, x, goes_on, out, stride),
-                        (_, true) => gemm_tile::<$t, 16, true>(weights, n, x, goes_on, out, stride),
+                        (32, false) => gemm_tile::<$t, 32, false, CROSS>(weights, n, x, goes_on, out, stride),
+                        (32, true) => gemm_tile::<$t, 32, true, CROSS>(weights, n, x, goes_on, out, stride),
+                        (_, false) => gemm_tile::<$t, 16, false, CROSS>(weights, n, x, goes_on, out, stride),
+                        (_, true) => gemm_tile::<$t, 16, true, CROSS>(weights, n, x, goes_on, out, stride),
                     }
                 },)*
                 n => unreachable!("a tile of {n} tokens"),
@@ -259,7 +262,7 @@ pub unsafe fn gemm(
 /// As [`gemm`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool>(
+unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool, const CROSS: bool>(
     weights: &WeightTile,
     n: usize,
     x: &PackedTile,
@@ -278,12 +281,14 @@ unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool>(
     let (x_cross, x_sums) = x.groups(SHARE);
     for g in 0..x.n_cols / SHARE {
         let mut dots = [_mm512_setzero_si512(); T];
-        // SAFETY: there is a cross sum for each group, of the weights and of the activations.
-        unsafe {
-            let cross = _mm512_load_si512(weights.cross.as_ptr().add(g).cast());
-            let of_token = x_cross.as_ptr().add(g * T);
-            for t in 0..T {
-                dots[t] = _mm512_add_epi32(cross, _mm512_set1_epi32(*of_token.add(t)));
+        if CROSS {
+            // SAFETY: there is a cross sum for each group, of the weights and of the activations.
+            unsafe {
+                let cross = _mm512_load_si512(weights.cross.as_ptr().add(g).cast());
+                let of_token = x_cross.as_ptr().add(g * T);
+                for t in 0..T {
+                    dots[t] = _mm512_add_epi32(cross, _mm512_set1_epi32(*of_token.add(t)));
+                }
             }
         }
         for pair in (g * SHARE / 2..(g + 1) * SHARE / 2).step_by(2) {
@@ -292,9 +297,15 @@ unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool>(
                 let w = [_mm512_load_si512(words.add(pair).cast()), _mm512_load_si512(words.add(pair + 1).cast())];
                 let x = x_words.add(pair * T);
                 for t in 0..T {
-                    let a = _mm512_add_epi16(w[0], _mm512_set1_epi32(x.add(T + t).read_unaligned()));
-                    let b = _mm512_add_epi16(w[1], _mm512_set1_epi32(x.add(t).read_unaligned()));
-                    dots[t] = _mm512_dpwssd_epi32(dots[t], a, b);
+                    let x0 = _mm512_set1_epi32(x.add(t).read_unaligned());
+                    let x1 = _mm512_set1_epi32(x.add(T + t).read_unaligned());
+                    if CROSS {
+                        let (a, b) = (_mm512_add_epi16(w[0], x1), _mm512_add_epi16(w[1], x0));
+                        dots[t] = _mm512_dpwssd_epi32(dots[t], a, b);
+                    } else {
+                        dots[t] = _mm512_dpwssd_epi32(dots[t], w[0], x0);
+                        dots[t] = _mm512_dpwssd_epi32(dots[t], w[1], x1);
+                    }
                 }
             }
         }

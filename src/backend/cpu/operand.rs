@@ -142,9 +142,11 @@ pub struct QRowMut<'a> {
 #[inline(always)]
 pub fn cross(words: &[i16]) -> i32 {
     let product = |a: i16, b: i16| a as i32 * b as i32;
-    words.as_chunks::<4>().0.iter().fold(0, |sum: i32, w| {
-        sum.wrapping_sub(product(w[0], w[2])).wrapping_sub(product(w[1], w[3]))
-    })
+    words
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .fold(0, |sum: i32, w| sum.wrapping_sub(product(w[0], w[2])).wrapping_sub(product(w[1], w[3])))
 }
 
 /// `n_tokens` rows of `n_cols` activations, from row `first` on. Kernels for quantised weights read `quantized`,
@@ -312,7 +314,9 @@ impl Packed {
                 let (cross, sum) = unsafe {
                     (cross.part(start * n_groups, n * n_groups), sum.part(start * n_groups, n * n_groups))
                 };
-                let total = |of: &[i32], at: usize| of[at..at + together].iter().fold(0, |a: i32, b| a.wrapping_add(*b));
+                let total = |of: &[i32], at: usize| {
+                    of[at..at + together].iter().fold(0, |a: i32, b| a.wrapping_add(*b))
+                };
                 for (g, t) in (0..n_groups).flat_map(|g| (0..n).map(move |t| (g, t))) {
                     let at = (start + t) * stride + g * group_len(i);
                     cross[g * n + t] = total(&from.cross, at / Q_GROUP);

@@ -245,7 +245,9 @@ unsafe fn unpack<F: Interleaved>(panel: *const u8, n_cols: usize, tile: &mut Wei
                     let at = at / F::SHARE + g;
                     let cross = _mm256_sub_epi32(_mm256_setzero_si256(), products[g]);
                     _mm256_store_si256(tile.cross.as_mut_ptr().add(at).cast::<__m256i>().add(half), cross);
-                    let put = |to: &mut Vec<Line<f32>>, v| _mm256_store_ps(to.as_mut_ptr().add(at).cast::<f32>().add(8 * half), v);
+                    let put = |to: &mut Vec<Line<f32>>, v| {
+                        _mm256_store_ps(to.as_mut_ptr().add(at).cast::<f32>().add(8 * half), v)
+                    };
                     put(&mut tile.scales, scale);
                     if F::HAS_MIN {
                         put(&mut tile.mins, min);

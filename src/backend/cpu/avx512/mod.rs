@@ -29,7 +29,8 @@ portable::instantiate!(all_but_along #[target_feature(enable = "avx512f,avx512bw
 
 use panels::panels_for;
 
-pub static KERNELS: Kernels = table!("avx512", dot_for, panels_for, &[panels::gemm::<true>, panels::gemm::<false>]);
+pub static KERNELS: Kernels =
+    table!("avx512", dot_for, panels_for, &[panels::gemm::<true>, panels::gemm::<false>]);
 
 const fn dot_for(dtype: DType) -> Dot {
     match dtype {

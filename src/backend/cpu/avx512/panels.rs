@@ -294,7 +294,10 @@ unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool, const C
         for pair in (g * SHARE / 2..(g + 1) * SHARE / 2).step_by(2) {
             // SAFETY: both tiles have n_cols / 2 pairs, an even number, and the processor has the instruction set.
             unsafe {
-                let w = [_mm512_load_si512(words.add(pair).cast()), _mm512_load_si512(words.add(pair + 1).cast())];
+                let w = [
+                    _mm512_load_si512(words.add(pair).cast()),
+                    _mm512_load_si512(words.add(pair + 1).cast()),
+                ];
                 let x = x_words.add(pair * T);
                 for t in 0..T {
                     let x0 = _mm512_set1_epi32(x.add(t).read_unaligned());

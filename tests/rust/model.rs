@@ -54,6 +54,34 @@ fn bits_do_not_depend_on_threads_or_batches() {
     }
 }
 
+/// Past one segment of attention, and past the part of the cache that is float32.
+#[test]
+fn bits_do_not_depend_on_them_in_a_long_text_either() {
+    const LENGTH: usize = 600;
+    const AT_ONCE: usize = 580;
+    // OPT has learned 64 positions.
+    for arch in ["llama", "bamboo", "falcon"] {
+        for kv_type in [DType::F16, DType::F32] {
+            let all = tokens(LENGTH);
+            let long = |threads| {
+                engine(arch, DType::Q4_0, |o| {
+                    (o.threads, o.kv_type, o.n_ctx) = (Some(threads), Some(kv_type), Some(LENGTH));
+                })
+            };
+            let mut reference = long(1);
+            let sequence = reference.new_sequence();
+            let want = bits(&step(&mut reference, sequence, &all));
+            for threads in [1, 2, 8] {
+                let mut e = long(threads);
+                let sequence = e.new_sequence();
+                let mut got = step(&mut e, sequence, &all[..AT_ONCE]);
+                all[AT_ONCE..].iter().for_each(|t| got.extend(step(&mut e, sequence, &[*t])));
+                assert_eq!(bits(&got), want, "{arch} {kv_type:?} {threads}");
+            }
+        }
+    }
+}
+
 #[test]
 fn sequences_side_by_side_are_as_alone() {
     for arch in ARCHS {

@@ -2,8 +2,9 @@
 //!
 //! In a block, a head's keys lie by dimension (dim, token), its values by token (token, dim): in both, what lies side by
 //! side is what a register holds side by side, so scores need no sums across lanes. Q8_0 keys have, for every 32
-//! dimensions, the tokens' scales before their bytes. A row of scores is kept whole, so a query's softmax and sums have one
-//! order whoever is computed beside it.
+//! dimensions, the tokens' scales before their bytes.
+
+use std::ops::Range;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -11,11 +12,10 @@ use half::slice::HalfFloatSliceExt;
 use crate::backend::{KV_BLOCK, KvShape, Place};
 use crate::quant::{DType, encode_q8_0};
 
-use super::fetch;
-use super::kernels::Kernels;
+use super::kernels::{AttentionKernels, Kernels};
+use super::pool::{CHUNKS_A_THREAD, Parts, Team};
+use super::portable::exp;
 
-/// Bytes of scores that a tile of queries may have: they stay in the second-level cache.
-const SCORE_BYTES: usize = 256 << 10;
 /// The most tokens in a tile.
 const TILE_TOKENS: usize = 16;
 
@@ -62,25 +62,55 @@ pub fn store_value(dtype: DType, x: &[f32], slot: usize, values: &mut [u8]) {
     }
 }
 
+/// Blocks whose keys a segment has. A query's softmax and sum are made segment by segment and put together in order, so
+/// that threads can share a long text, and how many there are changes no bit (Dao et al., "Flash-Decoding for long-context
+/// inference", 2023).
+const SEGMENT_BLOCKS: usize = 8;
+const SEGMENT: usize = SEGMENT_BLOCKS * KV_BLOCK;
+/// The most chunks that attention is cut into.
+const MAX_CHUNKS: usize = 1 << 16;
+
+/// Segments that a query at `position` sees.
+fn n_segments(position: usize) -> usize {
+    position / SEGMENT + 1
+}
+
 /// How many tokens from place `start` on can share a tile: those that follow one another in one sequence.
-pub fn tile_len<B>(places: &[Place<B>], start: usize, n_heads: usize) -> usize {
+fn tile_len<B>(places: &[Place<B>], start: usize) -> usize {
     let first = &places[start];
     let follows =
         |(i, p): (usize, &Place<B>)| std::ptr::eq(p.blocks, first.blocks) && p.position == first.position + i;
-    let room = (SCORE_BYTES / 4 / n_heads / (first.position + TILE_TOKENS).next_multiple_of(KV_BLOCK)).max(1);
-    let run = places[start..].iter().enumerate().take_while(|(i, p)| follows((*i, p))).count();
-    run.min(room).min(TILE_TOKENS)
+    places[start..].iter().enumerate().take(TILE_TOKENS).take_while(|(i, p)| follows((*i, p))).count()
 }
 
 /// A tile's queries: `n_tokens` from `places[0]` on that follow one another, with `n_heads` heads each.
-pub struct Tile<'a> {
-    pub kernels: &'static Kernels,
-    pub shape: &'a KvShape,
-    pub layer: usize,
+struct Tile<'a> {
+    kernels: &'static Kernels,
+    shape: &'a KvShape,
+    layer: usize,
     /// The key and value head they share.
-    pub head: usize,
-    pub places: &'a [Place<'a, Vec<u8>>],
-    pub n_heads: usize,
+    head: usize,
+    places: &'a [Place<'a, Vec<u8>>],
+    n_heads: usize,
+}
+
+/// Attention of a tile's queries over some segments: softmax without its division.
+#[derive(Default)]
+struct Partial {
+    /// Of each query, (n_tokens, n_heads), the largest score and the sum of the exponentials below it.
+    sums: Vec<(f32, f32)>,
+    /// (n_tokens, n_heads, head_dim): sums of values times exponentials.
+    values: Vec<f32>,
+}
+
+/// Room that a tile works in.
+#[derive(Default)]
+struct Scratch {
+    /// (n_tokens, n_heads, SEGMENT)
+    scores: Vec<f32>,
+    /// A block's keys or values as float32.
+    decoded: Vec<f32>,
+    partial: Partial,
 }
 
 impl Tile<'_> {
@@ -92,81 +122,161 @@ impl Tile<'_> {
         (dtype, &self.places[0].blocks[b][start..][..KV_BLOCK * row_bytes])
     }
 
-    /// Asks memory for what follows block `b`, if anything does: it lies far from it.
-    fn fetch_after(&self, b: usize, goes_on: bool, is_value: bool) {
-        if goes_on {
-            fetch(self.part(b + 1, is_value).1);
-        }
+    fn n_keys(&self) -> usize {
+        self.places[0].position + self.places.len()
+    }
+
+    fn n_segments(&self) -> usize {
+        n_segments(self.n_keys() - 1)
     }
 
     /// Attention of queries `q` (n_tokens, n_heads, head_dim) into `out`, of the same shape.
-    pub fn attend(&self, q: &[f32], out: &mut [f32]) {
+    fn attend(&self, q: &[f32], scratch: &mut Scratch, out: &mut [f32]) {
+        let (mut all, mut next) = (std::mem::take(&mut scratch.partial), Partial::default());
+        self.segment(0, q, scratch, &mut all);
+        for segment in 1..self.n_segments() {
+            self.segment(segment, q, scratch, &mut next);
+            self.merge(&mut all, &next);
+        }
+        self.finish(&all, out);
+        scratch.partial = all;
+    }
+
+    /// What the segments' parts, in order, come to.
+    fn put_together(&self, parts: &mut [Partial], out: &mut [f32]) {
+        let (all, others) = parts.split_first_mut().expect("a query sees itself");
+        others.iter().for_each(|next| self.merge(all, next));
+        self.finish(all, out);
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.shape.head_dim as f32).sqrt()
+    }
+
+    /// Adds a later segment.
+    fn merge(&self, all: &mut Partial, next: &Partial) {
+        let dim = self.shape.head_dim;
+        let values = all.values.chunks_exact_mut(dim).zip(next.values.chunks_exact(dim));
+        for ((all, next), (to, from)) in all.sums.iter_mut().zip(&next.sums).zip(values) {
+            if next.1 == 0.0 {
+                continue; // It sees nothing of that segment.
+            }
+            let largest = if next.0 > all.0 { next.0 } else { all.0 };
+            let [a, b] = [all.0, next.0].map(|of| exp((of - largest) * self.scale()));
+            *all = (largest, all.1 * a + next.1 * b);
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = *to * a + from * b);
+        }
+    }
+
+    fn finish(&self, all: &Partial, out: &mut [f32]) {
+        let dim = self.shape.head_dim;
+        let rows = out.chunks_exact_mut(dim).zip(all.values.chunks_exact(dim));
+        for ((out, values), (_, sum)) in rows.zip(&all.sums) {
+            let inverse = 1.0 / sum;
+            out.iter_mut().zip(values).for_each(|(out, v)| *out = v * inverse);
+        }
+    }
+
+    /// Attention of queries `q` over one segment.
+    fn segment(&self, segment: usize, q: &[f32], scratch: &mut Scratch, out: &mut Partial) {
         let (dim, k) = (self.shape.head_dim, self.kernels);
-        let (n_tokens, first) = (self.places.len(), self.places[0].position);
-        let n_keys = first + n_tokens;
-        let stride = n_keys.next_multiple_of(KV_BLOCK);
-        let mut scores = vec![0.0f32; n_tokens * self.n_heads * stride]; // (n_tokens, n_heads, stride)
-        let mut decoded = vec![0.0f32; KV_BLOCK * dim];
-        // The first token that sees something of a block that starts at key `start`.
-        let first_token = |start: usize| start.saturating_sub(first);
-        for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
-            self.fetch_after(b, start + KV_BLOCK < n_keys, false);
+        let (n_tokens, first, n_heads) = (self.places.len(), self.places[0].position, self.n_heads);
+        let start = segment * SEGMENT;
+        let n_keys = SEGMENT.min(self.n_keys() - start);
+        let blocks = || (0..n_keys).step_by(KV_BLOCK);
+        // The first token that sees something of what begins at key `at` of the segment.
+        let first_token = |at: usize| (start + at).saturating_sub(first);
+        let Scratch { scores, decoded, .. } = scratch;
+        scores.resize(n_tokens * n_heads * SEGMENT, 0.0);
+        for at in blocks() {
+            let b = (start + at) / KV_BLOCK;
+            let is_last = at + KV_BLOCK >= n_keys;
+            let next = self.next(if is_last { start / KV_BLOCK } else { b + 1 }, is_last);
+            let from = first_token(at) * n_heads;
+            let (q, scores) = (&q[from * dim..], &mut scores[from * SEGMENT + at..]);
             let (dtype, keys) = self.part(b, false);
-            let keys = floats(dtype, keys).unwrap_or_else(|| {
-                decode_keys(k, dtype, keys, &mut decoded);
-                &decoded
-            });
-            let from = first_token(start) * self.n_heads;
+            let (kernels, keys) = match as_it_lies(k, dtype, q.len() / dim) {
+                Some(kernels) => (kernels, keys),
+                None => (&k.attention, decode(k, dtype, keys, dim, true, decoded)),
+            };
             // SAFETY: the table is this processor's.
-            unsafe { (k.scores)(keys, &q[from * dim..], dim, &mut scores[from * stride + start..], stride) };
+            unsafe { (kernels.scores)(keys, next, q, dim, scores, SEGMENT) };
         }
-        for (i, scores) in scores.chunks_exact_mut(stride).enumerate() {
-            let n = first + i / self.n_heads + 1;
+        out.sums.clear();
+        for (i, scores) in scores.chunks_exact_mut(SEGMENT).enumerate() {
+            let seen = (first + i / n_heads + 1).saturating_sub(start).min(n_keys);
             // SAFETY: the table is this processor's.
-            unsafe { (k.softmax)(&mut scores[..n], 1.0 / (dim as f32).sqrt()) };
+            out.sums.push(unsafe { (k.exponentials)(&mut scores[..seen], self.scale()) });
         }
-        out.fill(0.0);
-        for (b, start) in (0..n_keys).step_by(KV_BLOCK).enumerate() {
-            self.fetch_after(b, start + KV_BLOCK < n_keys, true);
+        out.values.clear();
+        out.values.resize(q.len(), 0.0);
+        for at in blocks() {
+            let b = (start + at) / KV_BLOCK;
+            let next = self.next(b + 1, at + KV_BLOCK < n_keys);
             let (dtype, values) = self.part(b, true);
-            let values = floats(dtype, values).unwrap_or_else(|| {
+            let n_queries = (n_tokens - first_token(at)) * n_heads;
+            let (kernels, values) = match as_it_lies(k, dtype, n_queries) {
+                Some(kernels) => (kernels, values),
+                None => (&k.attention, decode(k, dtype, values, dim, false, decoded)),
+            };
+            let row_bytes = values.len() / KV_BLOCK;
+            let mut mix = |tokens: Range<usize>, n: usize| {
+                let rows = tokens.start * n_heads..tokens.end * n_heads;
+                let scores = &scores[rows.start * SEGMENT + at..];
+                let out = &mut out.values[rows.start * dim..rows.end * dim];
                 // SAFETY: the table is this processor's.
-                unsafe { (k.decode)(dtype, values, &mut decoded) };
-                &decoded
-            });
-            let mut mix = |tokens: std::ops::Range<usize>, n: usize| {
-                let rows = tokens.start * self.n_heads..tokens.end * self.n_heads;
-                let (scores, out) =
-                    (&scores[rows.start * stride + start..], &mut out[rows.start * dim..rows.end * dim]);
-                // SAFETY: the table is this processor's.
-                unsafe { (k.mix)(&values[..n * dim], scores, stride, dim, out) };
+                unsafe { (kernels.mix)(&values[..n * row_bytes], next, scores, SEGMENT, dim, out) };
             };
             // Tokens that see all of the block, and those that see a part: each its own.
-            let whole = (start + KV_BLOCK - 1).saturating_sub(first).min(n_tokens);
-            for t in first_token(start)..whole {
-                mix(t..t + 1, first + t + 1 - start);
+            let whole = (start + at + KV_BLOCK - 1).saturating_sub(first).min(n_tokens);
+            for t in first_token(at)..whole {
+                mix(t..t + 1, first + t + 1 - start - at);
             }
             if whole < n_tokens {
                 mix(whole..n_tokens, KV_BLOCK);
             }
         }
     }
+
+    /// The part that will be wanted next, for memory to be asked: it lies far from the one before.
+    fn next(&self, b: usize, is_value: bool) -> &[u8] {
+        if b * KV_BLOCK < self.n_keys() { self.part(b, is_value).1 } else { &[] }
+    }
 }
 
-/// Bytes that are float32 as they lie.
-fn floats(dtype: DType, bytes: &[u8]) -> Option<&[f32]> {
-    // SAFETY: every pattern of bits is a float32.
-    let (before, floats, after) = unsafe { bytes.align_to::<f32>() };
-    (dtype == DType::F32 && cfg!(target_endian = "little") && before.is_empty() && after.is_empty())
-        .then_some(floats)
+/// The kernels that read a block of this type as it lies, where that pays for so many queries: for more than a few, it is
+/// decoded once.
+fn as_it_lies(kernels: &Kernels, dtype: DType, n_queries: usize) -> Option<&AttentionKernels> {
+    const FEW: usize = 8;
+    match dtype {
+        DType::F32 => Some(&kernels.attention),
+        DType::F16 if n_queries <= FEW => kernels.half_attention.as_ref(),
+        _ => None,
+    }
+}
+
+/// Keys or values as the bytes of float32, of the same layout.
+fn decode<'a>(
+    kernels: &Kernels,
+    dtype: DType,
+    bytes: &[u8],
+    dim: usize,
+    are_keys: bool,
+    out: &'a mut Vec<f32>,
+) -> &'a [u8] {
+    out.resize(KV_BLOCK * dim, 0.0);
+    if are_keys && dtype == DType::Q8_0 {
+        decode_q8_0_keys(kernels, bytes, out);
+    } else {
+        // SAFETY: the table is this processor's.
+        unsafe { (kernels.decode)(dtype, bytes, out) };
+    }
+    // SAFETY: float32 in memory is its own encoding.
+    unsafe { std::slice::from_raw_parts(out.as_ptr().cast(), 4 * out.len()) }
 }
 
 /// Decodes a head's keys into (dim, token).
-fn decode_keys(kernels: &Kernels, dtype: DType, keys: &[u8], out: &mut [f32]) {
-    if dtype != DType::Q8_0 {
-        // SAFETY: the table is this processor's.
-        return unsafe { (kernels.decode)(dtype, keys, out) };
-    }
+fn decode_q8_0_keys(kernels: &Kernels, keys: &[u8], out: &mut [f32]) {
     let mut scales = [0.0f32; KV_BLOCK];
     for (keys, out) in keys.chunks_exact(34 * KV_BLOCK).zip(out.chunks_exact_mut(32 * KV_BLOCK)) {
         let (halves, bytes) = keys.split_at(2 * KV_BLOCK);
@@ -177,5 +287,137 @@ fn decode_keys(kernels: &Kernels, dtype: DType, keys: &[u8], out: &mut [f32]) {
                 *o = *b as i8 as f32 * scale;
             }
         }
+    }
+}
+
+/// Attention of all tokens, cut into parts: a tile of tokens with some heads of one group each.
+pub struct Attention<'a> {
+    kernels: &'static Kernels,
+    shape: &'a KvShape,
+    layer: usize,
+    places: &'a [Place<'a, Vec<u8>>],
+    q: &'a [f32],
+    tiles: Vec<Range<usize>>,
+    /// Query heads that share a key head, and how many of them a part has.
+    group: usize,
+    n_heads: usize,
+}
+
+impl<'a> Attention<'a> {
+    /// Of queries `q`, (n_tokens, n_heads * head_dim).
+    pub fn new(
+        kernels: &'static Kernels,
+        shape: &'a KvShape,
+        layer: usize,
+        q: &'a [f32],
+        places: &'a [Place<'a, Vec<u8>>],
+    ) -> Self {
+        let group = q.len() / places.len() / shape.head_dim / shape.n_kv_heads;
+        let mut tiles = Vec::new();
+        let mut start = 0;
+        while start < places.len() {
+            let n = tile_len(places, start);
+            tiles.push(start..start + n);
+            start += n;
+        }
+        Self { kernels, shape, layer, places, q, tiles, group, n_heads: group }
+    }
+
+    /// Writes every token's attention, as wide as its queries.
+    pub fn run(mut self, team: &Team, out: &Parts<f32>) {
+        let n_segments = self.places.iter().map(|p| n_segments(p.position)).max().unwrap_or(0);
+        if self.n_parts() < CHUNKS_A_THREAD * team.n_threads() && n_segments > 1 {
+            return self.by_segments(n_segments, team, out);
+        }
+        // The heads of a group share decoding keys and values, unless that leaves threads without work.
+        if self.n_parts() < team.n_threads() {
+            self.n_heads = 1;
+        }
+        self.whole(team, out);
+    }
+
+    /// Parts of a tile.
+    fn parts_a_tile(&self) -> usize {
+        self.shape.n_kv_heads * self.group / self.n_heads
+    }
+
+    fn n_parts(&self) -> usize {
+        self.tiles.len() * self.parts_a_tile()
+    }
+
+    /// Where a token's values of a part begin, among queries and results.
+    fn at(&self, token: usize, part: usize) -> usize {
+        let dim = self.shape.head_dim;
+        token * self.shape.n_kv_heads * self.group * dim + part % self.parts_a_tile() * self.n_heads * dim
+    }
+
+    fn tokens(&self, part: usize) -> Range<usize> {
+        self.tiles[part / self.parts_a_tile()].clone()
+    }
+
+    fn tile(&self, part: usize) -> Tile<'_> {
+        let Self { kernels, shape, layer, n_heads, .. } = *self;
+        let head = part % self.parts_a_tile() * n_heads / self.group;
+        Tile { kernels, shape, layer, head, places: &self.places[self.tokens(part)], n_heads }
+    }
+
+    /// A part's queries, side by side.
+    fn queries(&self, part: usize) -> Vec<f32> {
+        let width = self.n_heads * self.shape.head_dim;
+        let mut queries = Vec::with_capacity(self.tokens(part).len() * width);
+        self.tokens(part).for_each(|t| queries.extend_from_slice(&self.q[self.at(t, part)..][..width]));
+        queries
+    }
+
+    /// # Safety
+    /// Nobody else has the part's results.
+    unsafe fn put(&self, part: usize, results: &[f32], out: &Parts<f32>) {
+        let width = self.n_heads * self.shape.head_dim;
+        for (t, results) in self.tokens(part).zip(results.chunks_exact(width)) {
+            // SAFETY: each token and group of heads has its own values.
+            unsafe { out.part(self.at(t, part), width) }.copy_from_slice(results);
+        }
+    }
+
+    /// A thread takes whole parts.
+    fn whole(&self, team: &Team, out: &Parts<f32>) {
+        let n = self.n_parts();
+        let size = n.div_ceil(MAX_CHUNKS);
+        team.run(n.div_ceil(size), &|chunk| {
+            let (mut scratch, mut results) = (Scratch::default(), Vec::new());
+            for part in chunk * size..((chunk + 1) * size).min(n) {
+                let queries = self.queries(part);
+                results.resize(queries.len(), 0.0);
+                self.tile(part).attend(&queries, &mut scratch, &mut results);
+                // SAFETY: each part is one chunk's.
+                unsafe { self.put(part, &results, out) };
+            }
+        });
+    }
+
+    /// A thread takes a part's segment: with few parts, over a long text.
+    fn by_segments(&self, n_segments: usize, team: &Team, out: &Parts<f32>) {
+        let n = self.n_parts();
+        let mut partials: Vec<Partial> = Vec::new();
+        partials.resize_with(n * n_segments, Partial::default);
+        let partials = Parts::new(&mut partials);
+        team.run(n * n_segments, &|chunk| {
+            let (part, segment) = (chunk / n_segments, chunk % n_segments);
+            let tile = self.tile(part);
+            if segment < tile.n_segments() {
+                // SAFETY: each chunk has its own.
+                let partial = &mut unsafe { partials.part(chunk, 1) }[0];
+                tile.segment(segment, &self.queries(part), &mut Scratch::default(), partial);
+            }
+        });
+        team.run(n, &|part| {
+            let tile = self.tile(part);
+            // SAFETY: each part has its own.
+            let partials = unsafe { partials.part(part * n_segments, tile.n_segments()) };
+            let mut results = vec![0.0; tile.places.len() * self.n_heads * self.shape.head_dim];
+            tile.put_together(partials, &mut results);
+            // SAFETY: each part is one chunk's.
+            unsafe { self.put(part, &results, out) };
+        });
     }
 }

@@ -58,6 +58,27 @@ pub type UnpackRows = unsafe fn(dtype: DType, rows: &[&[u8]], n_cols: usize, til
 
 pub type LayerNorm = unsafe fn(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]);
 
+pub type Scores =
+    unsafe fn(keys: &[u8], next: &[u8], queries: &[f32], dim: usize, out: &mut [f32], stride: usize);
+pub type Mix =
+    unsafe fn(values: &[u8], next: &[u8], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]);
+
+/// Attention over a block of the cache, whose keys lie by dimension, (dim, KV_BLOCK), its values by token, (KV_BLOCK, dim).
+#[derive(Clone, Copy)]
+pub struct AttentionKernels {
+    /// Scores of each query, (n, dim), with the block's keys, at the beginning of rows `stride` apart. Memory is asked for
+    /// `next` meanwhile, which will be wanted after this call; so in `mix`.
+    ///
+    /// # Safety
+    /// The processor has the kernel's instruction set.
+    pub scores: Scores,
+    /// Adds to each row of `out`, (n, dim), the first tokens' values times the row's weights, which begin `stride` apart.
+    ///
+    /// # Safety
+    /// The processor has the kernel's instruction set.
+    pub mix: Mix,
+}
+
 /// What an instruction set offers. The functions' safety: the processor has it. [`select`] hands out no other.
 pub struct Kernels {
     pub name: &'static str,
@@ -77,13 +98,14 @@ pub struct Kernels {
     pub decode: unsafe fn(dtype: DType, bytes: &[u8], out: &mut [f32]),
     pub rms_norm: unsafe fn(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]),
     pub layer_norm: LayerNorm,
-    /// See `portable::scores`.
-    pub scores: unsafe fn(keys: &[f32], queries: &[f32], dim: usize, out: &mut [f32], stride: usize),
-    /// See `portable::mix`.
-    pub mix: unsafe fn(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]),
+    /// For float32 keys and values.
+    pub attention: AttentionKernels,
+    /// For half precision, where the instruction set reads it.
+    pub half_attention: Option<AttentionKernels>,
     /// See `portable::mix_picks`.
     pub mix_picks: unsafe fn(values: &[f32], first: u32, picks: &[Pick], out: &mut [f32]),
-    pub softmax: unsafe fn(x: &mut [f32], scale: f32),
+    /// See `portable::exponentials`.
+    pub exponentials: unsafe fn(x: &mut [f32], scale: f32) -> (f32, f32),
     pub silu: unsafe fn(x: &mut [f32]),
     pub gelu: unsafe fn(x: &mut [f32]),
 }
@@ -121,7 +143,7 @@ fn fastest(gemms: &[Gemm]) -> Gemm {
     *fastest
 }
 
-/// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance` and `along` beside it, and where the
+/// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance`, `along` and `attention` beside it, and where the
 /// set has them a `const fn(DType) -> Option<Panels>` and [`Gemm`]s.
 macro_rules! table {
     ($name:literal, $dot_for:ident) => {
@@ -162,10 +184,10 @@ macro_rules! table {
             decode: along::decode,
             rms_norm: instance::rms_norm,
             layer_norm: instance::layer_norm,
-            scores: instance::scores,
-            mix: instance::mix,
+            attention: attention::ATTENTION,
+            half_attention: attention::HALF_ATTENTION,
             mix_picks: instance::mix_picks,
-            softmax: instance::softmax,
+            exponentials: instance::exponentials,
             silu: instance::silu,
             gelu: instance::gelu,
         }

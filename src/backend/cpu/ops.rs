@@ -8,21 +8,17 @@ use crate::backend::{
 };
 use crate::quant::{LANES, Matrix};
 
-use super::attention::{Tile, store_key, store_value, tile_len};
+use super::attention::{Attention, store_key, store_value};
 use super::kernels::{Kernels, Pick};
 use super::matmul::{GEMM_TOKENS, Matmul};
 use super::operand::{Operand, Packed, Quantized};
-use super::pool::{Parts, Team};
+use super::pool::{CHUNKS_A_THREAD, Parts, Team};
 use super::row_sum::RowSum;
 
 /// The least bytes of weights worth a chunk of their own.
 const CHUNK_BYTES: usize = 16 << 10;
 /// The least values worth a chunk of element-wise work.
 const CHUNK_VALUES: usize = 4096;
-/// Chunks a thread that make a fair share likely.
-const CHUNKS_A_THREAD: usize = 4;
-/// The most chunks that attention is cut into.
-const MAX_CHUNKS: usize = 1 << 16;
 
 /// The processor during one forward pass.
 pub struct Cpu<'a> {
@@ -376,41 +372,8 @@ impl Backend for Cpu<'_> {
         places: &[Place<Vec<u8>>],
         out: &mut Vec<f32>,
     ) {
-        let (dim, width) = (shape.head_dim, q.len() / places.len());
-        let group = width / dim / shape.n_kv_heads;
-        let mut tiles = Vec::new();
-        let mut start = 0;
-        while start < places.len() {
-            let n = tile_len(places, start, group);
-            tiles.push(start..start + n);
-            start += n;
-        }
-        // The heads of a group share decoding keys and values, unless that leaves threads without work.
-        let shared = tiles.len() * shape.n_kv_heads >= self.team.n_threads();
-        let n_heads = if shared { group } else { 1 };
-        let parts = width / dim / n_heads;
         out.resize(q.len(), 0.0);
-        let out = Parts::new(out);
-        let n = tiles.len() * parts;
-        let size = n.div_ceil(MAX_CHUNKS);
-        self.team.run(n.div_ceil(size), &|chunk| {
-            let (mut queries, mut results) = (Vec::new(), Vec::new());
-            for c in chunk * size..((chunk + 1) * size).min(n) {
-                let (tokens, part) = (tiles[c / parts].clone(), c % parts);
-                let at = |t: usize| t * width + part * n_heads * dim;
-                queries.clear();
-                tokens.clone().for_each(|t| queries.extend_from_slice(&q[at(t)..][..n_heads * dim]));
-                results.resize(queries.len(), 0.0);
-                let head = part * n_heads / group;
-                let places = &places[tokens.clone()];
-                Tile { kernels: self.kernels, shape, layer, head, places, n_heads }
-                    .attend(&queries, &mut results);
-                for (t, results) in tokens.zip(results.chunks_exact(n_heads * dim)) {
-                    // SAFETY: each token and group of heads has its own values.
-                    unsafe { out.part(at(t), n_heads * dim) }.copy_from_slice(results);
-                }
-            }
-        });
+        Attention::new(self.kernels, shape, layer, q, places).run(self.team, &Parts::new(out));
     }
 
     fn take_rows(&mut self, x: &mut Vec<f32>, width: usize, tokens: &[usize]) {

@@ -15,6 +15,8 @@ use crate::{Error, Result};
 
 /// Spins before a waiting thread starts to give way to others, as it must where threads outnumber cores.
 const SPINS: u32 = 4096;
+/// Chunks a thread that make a fair share likely.
+pub const CHUNKS_A_THREAD: usize = 4;
 
 pub struct Pool {
     helpers: Option<rayon::ThreadPool>,

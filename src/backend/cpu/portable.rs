@@ -6,6 +6,7 @@ use crate::backend::KV_BLOCK;
 use crate::quant::{self, Block, DType, GROUP, Groups, LANES, decode_block};
 use crate::with_block;
 
+use super::fetch;
 use super::kernels::Pick;
 use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut, WeightTile, cross};
 
@@ -154,17 +155,20 @@ pub fn layer_norm(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out
     }
 }
 
-/// Softmax of `scale * x`, in place.
+/// `exp(scale * (x - largest))` in place; returns the largest and the sum. A softmax lacks the division.
 #[inline(always)]
-pub fn softmax(x: &mut [f32], scale: f32) {
-    let largest = x.iter().fold(f32::NEG_INFINITY, |m, v| if *v > m { *v } else { m });
+pub fn exponentials(x: &mut [f32], scale: f32) -> (f32, f32) {
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    for x in x.chunks(16) {
+        for (m, v) in lanes.iter_mut().zip(x) {
+            *m = if *v > *m { *v } else { *m };
+        }
+    }
+    let largest = lanes.iter().fold(f32::NEG_INFINITY, |m, v| if *v > m { *v } else { m });
     for v in x.iter_mut() {
         *v = exp((*v - largest) * scale);
     }
-    let inverse = 1.0 / sum(x.len(), |i| x[i]);
-    for v in x.iter_mut() {
-        *v *= inverse;
-    }
+    (largest, sum(x.len(), |i| x[i]))
 }
 
 /// `a * b + c`, in one rounding where the processor has an instruction for it.
@@ -173,83 +177,106 @@ fn multiply_add<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FUSED { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// The dot products of 32 keys, `keys` being (dim, 32), with each of the queries, (n, dim), into rows of `out` that are
-/// `stride` apart.
+/// Values that lie as little-endian bytes.
 #[inline(always)]
-pub fn scores<const FUSED: bool>(keys: &[f32], queries: &[f32], dim: usize, out: &mut [f32], stride: usize) {
-    let mut rows = queries.chunks_exact(dim);
-    let mut row = 0;
-    while rows.len() > 0 {
-        let n = if rows.len() >= 4 { 4 } else { 1 };
-        let mut take = || rows.next().expect("counted");
-        if n == 4 {
-            let sums = score_rows::<FUSED, 4>(keys, [take(), take(), take(), take()]);
-            sums.iter()
-                .enumerate()
-                .for_each(|(i, s)| out[(row + i) * stride..][..KV_BLOCK].copy_from_slice(s));
-        } else {
-            let [sums] = score_rows::<FUSED, 1>(keys, [take()]);
-            out[row * stride..][..KV_BLOCK].copy_from_slice(&sums);
-        }
-        row += n;
+fn floats<const N: usize>(bytes: &[u8]) -> [f32; N] {
+    let mut out = [0.0; N];
+    for (o, b) in out.iter_mut().zip(bytes[..4 * N].as_chunks::<4>().0) {
+        *o = f32::from_le_bytes(*b);
     }
+    out
+}
+
+/// Calls `f::<N>(row, ...)` for `n` rows from 0 on, four at a time and the rest at once.
+macro_rules! by_fours {
+    ($n:expr, $f:ident::<$fused:ident>($($arg:expr),*)) => {
+        for row in (0..$n).step_by(4) {
+            match $n - row {
+                1 => $f::<$fused, 1>(row, $($arg),*),
+                2 => $f::<$fused, 2>(row, $($arg),*),
+                3 => $f::<$fused, 3>(row, $($arg),*),
+                _ => $f::<$fused, 4>(row, $($arg),*),
+            }
+        }
+    };
+}
+
+/// See [`super::kernels::AttentionKernels::scores`].
+#[inline(always)]
+pub fn scores<const FUSED: bool>(
+    keys: &[u8],
+    next: &[u8],
+    queries: &[f32],
+    dim: usize,
+    out: &mut [f32],
+    stride: usize,
+) {
+    fetch(next);
+    by_fours!(queries.len() / dim, score_rows::<FUSED>(keys, queries, dim, out, stride));
 }
 
 #[inline(always)]
-fn score_rows<const FUSED: bool, const N: usize>(keys: &[f32], q: [&[f32]; N]) -> [[f32; KV_BLOCK]; N] {
+fn score_rows<const FUSED: bool, const N: usize>(
+    row: usize,
+    keys: &[u8],
+    queries: &[f32],
+    dim: usize,
+    out: &mut [f32],
+    stride: usize,
+) {
+    let q: [&[f32]; N] = std::array::from_fn(|n| &queries[(row + n) * dim..][..dim]);
     let mut sums = [[0.0f32; KV_BLOCK]; N];
-    for (d, keys) in keys.as_chunks::<KV_BLOCK>().0.iter().enumerate() {
+    for (d, keys) in keys.chunks_exact(4 * KV_BLOCK).enumerate() {
+        let keys = floats::<KV_BLOCK>(keys);
         for n in 0..N {
             let q = q[n][d];
-            for (s, k) in sums[n].iter_mut().zip(keys) {
+            for (s, k) in sums[n].iter_mut().zip(&keys) {
                 *s = multiply_add::<FUSED>(q, *k, *s);
             }
         }
     }
-    sums
+    for n in 0..N {
+        out[(row + n) * stride..][..KV_BLOCK].copy_from_slice(&sums[n]);
+    }
 }
 
-/// Adds to each row of `out`, (n, dim), the rows of `values`, (n_keys, dim), times the row's weights, which begin `stride`
-/// apart.
+/// See [`super::kernels::AttentionKernels::mix`].
 #[inline(always)]
-pub fn mix<const FUSED: bool>(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]) {
-    let n = out.len() / dim;
-    for start in (0..n).step_by(4) {
-        let rows = &mut out[start * dim..];
-        if n - start >= 4 {
-            mix_rows::<FUSED, 4>(
-                values,
-                std::array::from_fn(|i| &weights[(start + i) * stride..]),
-                dim,
-                rows,
-            );
-        } else {
-            for i in 0..n - start {
-                mix_rows::<FUSED, 1>(values, [&weights[(start + i) * stride..]], dim, &mut rows[i * dim..]);
-            }
-        }
-    }
+pub fn mix<const FUSED: bool>(
+    values: &[u8],
+    next: &[u8],
+    weights: &[f32],
+    stride: usize,
+    dim: usize,
+    out: &mut [f32],
+) {
+    fetch(next);
+    by_fours!(out.len() / dim, mix_rows::<FUSED>(values, weights, stride, dim, out));
 }
 
 #[inline(always)]
 fn mix_rows<const FUSED: bool, const N: usize>(
-    values: &[f32],
-    weights: [&[f32]; N],
+    row: usize,
+    values: &[u8],
+    weights: &[f32],
+    stride: usize,
     dim: usize,
     out: &mut [f32],
 ) {
     const COLUMNS: usize = 32;
+    let weights: [&[f32]; N] = std::array::from_fn(|n| &weights[(row + n) * stride..]);
+    let out = &mut out[row * dim..][..N * dim];
     let mut column = 0;
     while column + COLUMNS <= dim {
         let mut sums = [[0.0f32; COLUMNS]; N];
         for n in 0..N {
             sums[n].copy_from_slice(&out[n * dim + column..][..COLUMNS]);
         }
-        for (k, row) in values.chunks_exact(dim).enumerate() {
-            let row: &[f32; COLUMNS] = row[column..].first_chunk().expect("as many columns");
+        for (k, row) in values.chunks_exact(4 * dim).enumerate() {
+            let row = floats::<COLUMNS>(&row[4 * column..]);
             for n in 0..N {
                 let w = weights[n][k];
-                for (s, v) in sums[n].iter_mut().zip(row) {
+                for (s, v) in sums[n].iter_mut().zip(&row) {
                     *s = multiply_add::<FUSED>(w, *v, *s);
                 }
             }
@@ -259,10 +286,10 @@ fn mix_rows<const FUSED: bool, const N: usize>(
         }
         column += COLUMNS;
     }
-    for (k, row) in values.chunks_exact(dim).enumerate() {
+    for (k, row) in values.chunks_exact(4 * dim).enumerate() {
         for n in 0..N {
-            for (s, v) in out[n * dim..][column..dim].iter_mut().zip(&row[column..]) {
-                *s = multiply_add::<FUSED>(weights[n][k], *v, *s);
+            for (s, v) in out[n * dim..][column..dim].iter_mut().zip(row[4 * column..].as_chunks::<4>().0) {
+                *s = multiply_add::<FUSED>(weights[n][k], f32::from_le_bytes(*v), *s);
             }
         }
     }
@@ -377,8 +404,8 @@ fn unpack_blocks<B: Block>(rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile)
 }
 
 /// Compiles operations above for an instruction set: `instantiate!(#[target_feature(enable = "avx2")])` makes a module
-/// `instance` of the same names. The plain processor has no attribute; a set that has the last three in a module of its
-/// own says `all_but_along` first.
+/// `instance` of the same names. The plain processor has no attribute. Of the modules `instance`, `along`
+/// and `attention` a set with some of its own asks for the others: `all_but_along` is the first.
 macro_rules! instantiate {
     (all_but_along $(#[$feature:meta])?) => {
         mod instance {
@@ -392,19 +419,30 @@ macro_rules! instantiate {
                 quantize(x: &[f32], out: &mut QRowMut);
                 rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]);
                 layer_norm(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]);
-                softmax(x: &mut [f32], scale: f32);
+                exponentials(x: &mut [f32], scale: f32) -> (f32, f32);
                 silu(x: &mut [f32]);
                 gelu(x: &mut [f32]);
             );
             $crate::backend::cpu::portable::instantiate!(@fused [$(#[$feature])?];
-                scores(keys: &[f32], queries: &[f32], dim: usize, out: &mut [f32], stride: usize);
-                mix(values: &[f32], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]);
                 mix_picks(values: &[f32], first: u32, picks: &[Pick], out: &mut [f32]);
+            );
+        }
+    };
+    (attention $(#[$feature:meta])?) => {
+        mod attention {
+            use crate::backend::cpu::kernels::AttentionKernels;
+            use crate::backend::cpu::portable as p;
+            pub const ATTENTION: AttentionKernels = AttentionKernels { scores, mix };
+            pub const HALF_ATTENTION: Option<AttentionKernels> = None;
+            $crate::backend::cpu::portable::instantiate!(@fused [$(#[$feature])?];
+                scores(keys: &[u8], next: &[u8], queries: &[f32], dim: usize, out: &mut [f32], stride: usize);
+                mix(values: &[u8], next: &[u8], weights: &[f32], stride: usize, dim: usize, out: &mut [f32]);
             );
         }
     };
     ($(#[$feature:meta])?) => {
         $crate::backend::cpu::portable::instantiate!(all_but_along $(#[$feature])?);
+        $crate::backend::cpu::portable::instantiate!(attention $(#[$feature])?);
         mod along {
             use crate::backend::cpu::portable as p;
             use crate::quant::DType;
@@ -417,17 +455,17 @@ macro_rules! instantiate {
             );
         }
     };
-    (@fused [] ; $($name:ident($($arg:ident: $type:ty),*);)*) => {
-        $(pub unsafe fn $name($($arg: $type),*) { p::$name::<false>($($arg),*) })*
+    (@fused [] ; $($name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {
+        $(pub unsafe fn $name($($arg: $type),*) $(-> $result)? { p::$name::<false>($($arg),*) })*
     };
-    (@fused [#[$feature:meta]] ; $($name:ident($($arg:ident: $type:ty),*);)*) => {
-        $(#[$feature] pub unsafe fn $name($($arg: $type),*) { p::$name::<true>($($arg),*) })*
+    (@fused [#[$feature:meta]] ; $($name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {
+        $(#[$feature] pub unsafe fn $name($($arg: $type),*) $(-> $result)? { p::$name::<true>($($arg),*) })*
     };
-    (@each [] ; $($name:ident($($arg:ident: $type:ty),*);)*) => {
-        $(pub unsafe fn $name($($arg: $type),*) { p::$name($($arg),*) })*
+    (@each [] ; $($name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {
+        $(pub unsafe fn $name($($arg: $type),*) $(-> $result)? { p::$name($($arg),*) })*
     };
-    (@each [#[$feature:meta]] ; $($name:ident($($arg:ident: $type:ty),*);)*) => {
-        $(#[$feature] pub unsafe fn $name($($arg: $type),*) { p::$name($($arg),*) })*
+    (@each [#[$feature:meta]] ; $($name:ident($($arg:ident: $type:ty),*) $(-> $result:ty)?;)*) => {
+        $(#[$feature] pub unsafe fn $name($($arg: $type),*) $(-> $result)? { p::$name($($arg),*) })*
     };
 }
 pub(super) use instantiate;

@@ -19,6 +19,7 @@ pub fn is_available() -> bool {
 }
 
 portable::instantiate!(all_but_along #[target_feature(enable = "avx2,fma,f16c")]);
+portable::instantiate!(attention #[target_feature(enable = "avx2,fma,f16c")]);
 
 use panels::panels_for;
 

@@ -3,6 +3,7 @@
 //! zero point is taken off the integer sum of each group.
 
 mod along;
+mod attention;
 mod panels;
 
 use std::arch::x86_64::*;

@@ -106,20 +106,25 @@ fn panels(c: &mut Criterion) {
     }
 }
 
-fn axpy(c: &mut Criterion) {
+fn add_rows(c: &mut Criterion) {
     for kernels in available() {
         for dtype in types() {
             let bytes = weights(dtype);
             let mut out = vec![0.0f32; N_COLS];
             for density in [1, 3, 10] {
                 // Every density-th row is on, as neurons would be.
-                let on: Vec<&[u8]> = bytes.chunks(dtype.row_bytes(N_COLS)).step_by(density).collect();
-                let name = format!("axpy/{}/1-in-{density}", kernels.name);
+                let on: Vec<(&[u8], f32)> =
+                    bytes.chunks(dtype.row_bytes(N_COLS)).step_by(density).map(|row| (row, 1e-3)).collect();
+                let name = format!("add_rows/{}/1-in-{density}", kernels.name);
                 let mut group = c.benchmark_group(name);
-                group.throughput(Throughput::Bytes((on.len() * on[0].len()) as u64)).sample_size(10);
+                group.throughput(Throughput::Bytes((on.len() * on[0].0.len()) as u64)).sample_size(10);
                 group.bench_function(BenchmarkId::from_parameter(dtype.name()), |b| {
-                    // SAFETY: a table of this processor.
-                    b.iter(|| on.iter().for_each(|row| unsafe { (kernels.axpy)(dtype, 1e-3, row, &mut out) }))
+                    b.iter(|| {
+                        for rows in on.chunks(8) {
+                            // SAFETY: a table of this processor.
+                            unsafe { (kernels.add_rows)(dtype, rows, &[], &mut out) }
+                        }
+                    })
                 });
             }
         }
@@ -138,5 +143,5 @@ fn memory(c: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, memory, dot, panels, axpy);
+criterion_group!(benches, memory, dot, panels, add_rows);
 criterion_main!(benches);

@@ -244,9 +244,9 @@ fn picks_add_up_as_rows_do() {
                 for (row, out) in rows.iter().zip(decoded.chunks_exact_mut(n)) {
                     (kernels.decode)(dtype, row, out);
                 }
-                for (k, a) in picks {
-                    (kernels.axpy)(dtype, a, &rows[k as usize - 4], &mut straight);
-                }
+                let picked_rows = picks.map(|(k, a)| (&rows[k as usize - 4][..], a));
+                (kernels.add_rows)(dtype, &picked_rows[..1], &picked_rows[1..], &mut straight);
+                (kernels.add_rows)(dtype, &picked_rows[1..], &[], &mut straight);
                 (kernels.mix_picks)(&decoded, 4, &picks, &mut picked);
             }
             for (a, b) in straight.iter().zip(&picked) {
@@ -272,7 +272,7 @@ fn rows_decode_and_add() {
                 // SAFETY: tables of this processor.
                 unsafe {
                     (kernels.decode)(dtype, &row, &mut decoded);
-                    (kernels.axpy)(dtype, 0.7, &row, &mut added);
+                    (kernels.add_rows)(dtype, &[(&row, 0.7)], &[], &mut added);
                     (kernels.axpy_f32)(0.7, &decoded, &mut added_decoded);
                 }
                 for i in 0..n {

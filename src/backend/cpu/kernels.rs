@@ -53,6 +53,9 @@ pub struct Panels {
 pub type Gemm =
     unsafe fn(weights: &WeightTile, n: usize, x: &PackedTile, goes_on: bool, out: *mut f32, stride: usize);
 
+/// `out += Σ a · row`, in order, over whole blocks of each row. Memory is asked for the rows `next` meanwhile.
+pub type AddRows = unsafe fn(dtype: DType, rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]);
+
 /// Fills a tile from rows of blocks.
 pub type UnpackRows = unsafe fn(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile);
 
@@ -93,7 +96,7 @@ pub struct Kernels {
     pub interleave: unsafe fn(dtype: DType, rows: &[&[u8]], out: &mut [u8]),
     pub unpack_rows: UnpackRows,
     pub quantize: unsafe fn(x: &[f32], out: &mut QRowMut),
-    pub axpy: unsafe fn(dtype: DType, a: f32, row: &[u8], out: &mut [f32]),
+    pub add_rows: AddRows,
     pub axpy_f32: unsafe fn(a: f32, x: &[f32], out: &mut [f32]),
     pub decode: unsafe fn(dtype: DType, bytes: &[u8], out: &mut [f32]),
     pub rms_norm: unsafe fn(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]),
@@ -179,7 +182,7 @@ macro_rules! table {
             interleave: instance::interleave,
             unpack_rows: instance::unpack_rows,
             quantize: instance::quantize,
-            axpy: along::axpy,
+            add_rows: along::add_rows,
             axpy_f32: along::axpy_f32,
             decode: along::decode,
             rms_norm: instance::rms_norm,

@@ -105,7 +105,7 @@ impl Backend for Cpu<'_> {
     fn add_embedding(&mut self, table: &Matrix, ids: &[u32], x: &mut Vec<f32>) {
         for (id, x) in ids.iter().zip(x.chunks_exact_mut(table.n_cols())) {
             // SAFETY: the table is this processor's.
-            unsafe { (self.kernels.axpy)(table.dtype(), 1.0, table.row(*id as usize), x) };
+            unsafe { (self.kernels.add_rows)(table.dtype(), &[(table.row(*id as usize), 1.0)], &[], x) };
         }
         self.bytes_read += (ids.len() * table.row_bytes()) as u64;
     }
@@ -207,7 +207,7 @@ impl Backend for Cpu<'_> {
         let sum = RowSum { kernels: self.kernels, linear, list: &neurons.list, picks: &picks };
         self.bytes_read += (sum.n_needed() * linear.weight.row_bytes()) as u64;
         // A column's sum runs over the neurons in order wherever the columns are cut.
-        let n_chunks = self.team.n_threads() * if n_tokens > 1 { CHUNKS_A_THREAD } else { 1 };
+        let n_chunks = self.team.n_threads() * if n_tokens > 1 { CHUNKS_A_THREAD } else { 2 };
         let columns = width.div_ceil(n_chunks).next_multiple_of(sum.column_unit());
         let out = Parts::new(out);
         self.team.run(width.div_ceil(columns), &|c| {

@@ -81,9 +81,21 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
     }
 }
 
+/// See [`super::kernels::AddRows`].
+#[inline(always)]
+pub fn add_rows<const FUSED: bool>(
+    dtype: DType,
+    rows: &[(&[u8], f32)],
+    next: &[(&[u8], f32)],
+    out: &mut [f32],
+) {
+    next.iter().for_each(|(row, _)| fetch(row));
+    rows.iter().for_each(|(row, a)| axpy::<FUSED>(dtype, *a, row, out));
+}
+
 /// `out += a * row`, over whole blocks of the row.
 #[inline(always)]
-pub fn axpy<const FUSED: bool>(dtype: DType, a: f32, row: &[u8], out: &mut [f32]) {
+fn axpy<const FUSED: bool>(dtype: DType, a: f32, row: &[u8], out: &mut [f32]) {
     match dtype {
         DType::F32 => {
             for (o, b) in out.iter_mut().zip(row.as_chunks::<4>().0) {
@@ -447,7 +459,7 @@ macro_rules! instantiate {
             use crate::backend::cpu::portable as p;
             use crate::quant::DType;
             $crate::backend::cpu::portable::instantiate!(@fused [$(#[$feature])?];
-                axpy(dtype: DType, a: f32, row: &[u8], out: &mut [f32]);
+                add_rows(dtype: DType, rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]);
                 axpy_f32(a: f32, x: &[f32], out: &mut [f32]);
             );
             $crate::backend::cpu::portable::instantiate!(@each [$(#[$feature])?];

@@ -4,12 +4,11 @@ use std::ops::Range;
 
 use crate::backend::Linear;
 
-use super::fetch;
 use super::kernels::{Kernels, Pick};
 use super::pool::Parts;
 
-/// How far ahead memory is asked for a neuron's row.
-const NEURONS_AHEAD: usize = 3;
+/// Neurons that are added at a time, while memory is asked for as many.
+const NEURONS: usize = 8;
 /// Columns that a unit of work has at least: a page boundary is then rarely crossed for few bytes.
 const COLUMN_UNIT: usize = 256;
 /// Columns of decoded rows ...
@@ -76,14 +75,12 @@ impl RowSum<'_> {
 
     /// Straight from the rows.
     fn one(&self, picks: &[Pick], columns: Range<usize>, out: &mut [f32]) {
-        for (n, (place, weight)) in picks.iter().enumerate() {
-            if let Some((next, _)) = picks.get(n + NEURONS_AHEAD) {
-                fetch(self.row(*next, &columns));
-            }
+        let rows: Vec<(&[u8], f32)> = picks.iter().map(|(i, a)| (self.row(*i, &columns), *a)).collect();
+        for start in (0..rows.len()).step_by(NEURONS) {
+            let (now, next) = rows[start..].split_at(NEURONS.min(rows.len() - start));
+            let next = &next[..NEURONS.min(next.len())];
             // SAFETY: the table is this processor's.
-            unsafe {
-                (self.kernels.axpy)(self.linear.weight.dtype(), *weight, self.row(*place, &columns), out)
-            };
+            unsafe { (self.kernels.add_rows)(self.linear.weight.dtype(), now, next, out) };
         }
     }
 

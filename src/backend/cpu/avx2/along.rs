@@ -6,12 +6,25 @@ use crate::quant::{self, DType};
 
 use super::*;
 
+/// See [`crate::backend::cpu::kernels::AddRows`].
+///
+/// # Safety
+/// The processor has the instruction set.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub unsafe fn add_rows(dtype: DType, rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]) {
+    next.iter().for_each(|(row, _)| crate::backend::cpu::fetch(row));
+    for (row, a) in rows {
+        // SAFETY: the processor has the instruction set.
+        unsafe { axpy(dtype, *a, row, out) };
+    }
+}
+
 /// `out += a * row`, over whole blocks of the row.
 ///
 /// # Safety
 /// The processor has the instruction set.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub unsafe fn axpy(dtype: DType, a: f32, row: &[u8], out: &mut [f32]) {
+unsafe fn axpy(dtype: DType, a: f32, row: &[u8], out: &mut [f32]) {
     let (n, at, factor) = (out.len(), out.as_mut_ptr(), _mm256_set1_ps(a));
     // SAFETY: `each_eight` names eight places of `out`; the processor has the instruction set.
     let done = unsafe {

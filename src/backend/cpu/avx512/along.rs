@@ -6,20 +6,113 @@ use crate::quant::{self, DType};
 
 use super::*;
 
-/// `out += a * row`, over whole blocks of the row.
+/// See [`crate::backend::cpu::kernels::AddRows`].
 ///
 /// # Safety
 /// The processor has the instruction set.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-pub unsafe fn axpy(dtype: DType, a: f32, row: &[u8], out: &mut [f32]) {
-    let (a, n, at) = (_mm512_set1_ps(a), out.len(), out.as_mut_ptr());
-    // SAFETY: the masked lanes lie inside `out`.
-    let add = |i: usize, w: __m512, mask: __mmask16| unsafe {
-        let sum = _mm512_fmadd_ps(a, w, _mm512_maskz_loadu_ps(mask, at.add(i)));
-        _mm512_mask_storeu_ps(at.add(i), mask, sum);
-    };
-    // SAFETY: the processor has the instruction set.
-    unsafe { each_sixteen(dtype, row, n, add) };
+pub unsafe fn add_rows(dtype: DType, rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]) {
+    rows.iter().for_each(|(row, _)| assert!(row.len() >= dtype.row_bytes(out.len())));
+    // SAFETY: the rows have `out.len()` weights.
+    unsafe {
+        match dtype {
+            DType::F32 | DType::I32 => add_floats::<F32>(rows, next, out),
+            DType::F16 => add_floats::<F16>(rows, next, out),
+            DType::BF16 => add_floats::<BF16>(rows, next, out),
+            DType::Q4_0 => add_quantized::<Q4_0>(rows, next, out),
+            DType::Q4_1 => add_quantized::<Q4_1>(rows, next, out),
+            DType::Q5_0 => add_quantized::<Pair<quant::Q5_0>>(rows, next, out),
+            DType::Q5_1 => add_quantized::<Pair<quant::Q5_1>>(rows, next, out),
+            DType::Q8_0 => add_quantized::<Q8_0>(rows, next, out),
+            DType::Q2K => add_quantized::<Super<quant::Q2K>>(rows, next, out),
+            DType::Q3K => add_quantized::<Super<quant::Q3K>>(rows, next, out),
+            DType::Q4K => add_quantized::<Q4K>(rows, next, out),
+            DType::Q5K => add_quantized::<Super<quant::Q5K>>(rows, next, out),
+            DType::Q6K => add_quantized::<Q6K>(rows, next, out),
+            DType::Iq4Nl => add_quantized::<Pair<quant::Iq4Nl>>(rows, next, out),
+            DType::Iq4Xs => add_quantized::<Super<quant::Iq4Xs>>(rows, next, out),
+        }
+    }
+}
+
+/// # Safety
+/// The rows have `out.len()` weights; the processor has the instruction set.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn add_floats<F: Floats>(rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]) {
+    for at in (0..out.len()).step_by(16) {
+        ask(next, at * F::BYTES, 16 * F::BYTES);
+        let left = out.len() - at;
+        let mask = if left >= 16 { 0xffff } else { (1u16 << left) - 1 };
+        // SAFETY: the masked lanes lie inside `out`, and inside the rows.
+        unsafe {
+            let to = out.as_mut_ptr().add(at);
+            let mut sum = _mm512_maskz_loadu_ps(mask, to);
+            for (row, a) in rows {
+                let w = F::load(row.as_ptr().add(at * F::BYTES), mask);
+                sum = _mm512_fmadd_ps(_mm512_set1_ps(*a), w, sum);
+            }
+            _mm512_mask_storeu_ps(to, mask, sum);
+        }
+    }
+}
+
+/// # Safety
+/// The rows have `out.len()` weights, a whole number of blocks; the processor has the instruction set.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn add_quantized<F: Units>(rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]) {
+    // Of a unit's sums only those of 64 columns stay in registers; a format of longer blocks unpacks too much for them.
+    let together = if F::BLOCKS * F::BLOCK_LEN == 64 { out.len() / 64 } else { 0 };
+    let step_bytes = F::BLOCKS * F::BLOCK_BYTES;
+    let (units, rest) = out.split_at_mut(64 * together);
+    for (i, out) in units.as_chunks_mut::<64>().0.iter_mut().enumerate() {
+        ask(next, i * step_bytes, step_bytes);
+        let mut sums = [_mm512_setzero_ps(); 4];
+        for g in 0..4 {
+            // SAFETY: a quarter of 64 values.
+            sums[g] = unsafe { _mm512_loadu_ps(out.as_ptr().add(16 * g)) };
+        }
+        for (row, a) in rows {
+            let a = _mm512_set1_ps(*a);
+            // SAFETY: the step lies inside the row, and is a unit; the processor has the instruction set.
+            let w = unsafe {
+                let step = row.as_ptr().add(i * step_bytes);
+                F::floats(&F::begin(step), step, 0)
+            };
+            for g in 0..4 {
+                sums[g] = _mm512_fmadd_ps(a, w[g], sums[g]);
+            }
+        }
+        for g in 0..4 {
+            // SAFETY: as above.
+            unsafe { _mm512_storeu_ps(out.as_mut_ptr().add(16 * g), sums[g]) };
+        }
+    }
+    if rest.is_empty() {
+        return;
+    }
+    let at = together * step_bytes;
+    ask(next, at, rest.len() / F::BLOCK_LEN * F::BLOCK_BYTES);
+    for (row, a) in rows {
+        let (a, to) = (_mm512_set1_ps(*a), rest.as_mut_ptr());
+        // SAFETY: the masked lanes lie inside `rest`, and as many weights inside the row.
+        unsafe {
+            each_quantized::<F>(&row[at..], rest.len(), |i, w, mask| {
+                let sum = _mm512_fmadd_ps(a, w, _mm512_maskz_loadu_ps(mask, to.add(i)));
+                _mm512_mask_storeu_ps(to.add(i), mask, sum);
+            });
+        }
+    }
+}
+
+/// Asks memory for a stretch of rows.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn ask(rows: &[(&[u8], f32)], at: usize, n: usize) {
+    for (row, _) in rows {
+        fetch(&[row.as_ptr()], at, n);
+    }
 }
 
 /// Decodes whole blocks of a row.
@@ -42,7 +135,7 @@ pub unsafe fn axpy_f32(a: f32, x: &[f32], out: &mut [f32]) {
     // SAFETY: float32 in memory is its own encoding.
     let bytes = unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), 4 * x.len()) };
     // SAFETY: the processor has the instruction set.
-    unsafe { axpy(DType::F32, a, bytes, out) };
+    unsafe { add_rows(DType::F32, &[(bytes, a)], &[], out) };
 }
 
 /// Gives `f` the weights of a row by sixteens: where they are, what they are, which there are.
@@ -124,24 +217,12 @@ unsafe fn each_of_step<F: Units>(
     // SAFETY: the caller's step is whole.
     let state = unsafe { F::begin(step) };
     for i in 0..n.div_ceil(64) {
-        // SAFETY: i counts the step's units.
-        let u = unsafe { F::weights(&state, step, i) };
-        macro_rules! group {
-            ($g:literal) => {
-                if 64 * i + 16 * $g < n {
-                    // SAFETY: the group is one of the step's.
-                    let (scale, min) = unsafe { F::scale(&state, step, (64 * i + 16 * $g) / F::SHARE) };
-                    let zero = F::ZERO_BITS.map_or(0.0, |bits| -((1 << bits) as f32) * scale);
-                    let offset = if F::HAS_MIN { zero + min } else { zero };
-                    let w = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(u, $g)));
-                    let w = _mm512_fmadd_ps(w, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
-                    f(at + 64 * i + 16 * $g, w, 0xffff);
-                }
-            };
+        // SAFETY: i counts the step's units; the processor has the instruction set.
+        let w = unsafe { F::floats(&state, step, i) };
+        for g in 0..4 {
+            if 64 * i + 16 * g < n {
+                f(at + 64 * i + 16 * g, w[g], 0xffff);
+            }
         }
-        group!(0);
-        group!(1);
-        group!(2);
-        group!(3);
     }
 }

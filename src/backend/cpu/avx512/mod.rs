@@ -84,6 +84,33 @@ trait Units {
     /// # Safety
     /// As [`Units::begin`], `g` below the step's groups.
     unsafe fn scale(state: &Self::State, step: *const u8, g: usize) -> (f32, f32);
+
+    /// The weights of unit `i` of the step, by sixteens.
+    ///
+    /// # Safety
+    /// As [`Units::weights`].
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+    unsafe fn floats(state: &Self::State, step: *const u8, i: usize) -> [__m512; 4] {
+        // SAFETY: as the caller promises.
+        let u = unsafe { Self::weights(state, step, i) };
+        let quarters = [
+            _mm512_castsi512_si128(u),
+            _mm512_extracti32x4_epi32(u, 1),
+            _mm512_extracti32x4_epi32(u, 2),
+            _mm512_extracti32x4_epi32(u, 3),
+        ];
+        let mut out = [_mm512_setzero_ps(); 4];
+        for g in 0..4 {
+            // SAFETY: the group is one of the step's, where it has it.
+            let (scale, min) = unsafe { Self::scale(state, step, (64 * i + 16 * g) / Self::SHARE) };
+            let zero = Self::ZERO_BITS.map_or(0.0, |bits| -((1 << bits) as f32) * scale);
+            let offset = if Self::HAS_MIN { zero + min } else { zero };
+            let w = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(quarters[g]));
+            out[g] = _mm512_fmadd_ps(w, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
+        }
+        out
+    }
 }
 
 /// # Safety
@@ -279,7 +306,7 @@ unsafe fn nibbles(a: *const u8, b: *const u8) -> __m512i {
 }
 
 macro_rules! units_of {
-    ($name:ident, $block:ty, $blocks:literal, $zero:expr, $state:ty, begin($p:ident) $begin:block, weights($s:ident, $q:ident, $i:ident) $weights:block, scale($t:ident, $r:ident, $g:ident) $scale:block) => {
+    ($name:ident, $block:ty, $blocks:literal, $zero:expr, $state:ty, begin($p:ident) $begin:block, weights($s:ident, $q:ident, $i:ident) $weights:block, scale($t:ident, $r:ident, $g:ident) $scale:block $(, floats($f:ident) $floats:block)?) => {
         struct $name;
         impl Units for $name {
             const BLOCK_LEN: usize = <$block>::LEN;
@@ -316,6 +343,15 @@ macro_rules! units_of {
                     $scale
                 }
             }
+
+            $(
+                #[inline]
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+                unsafe fn floats(_: &$state, $f: *const u8, _: usize) -> [__m512; 4] {
+                    // SAFETY: as above.
+                    unsafe { $floats }
+                }
+            )?
         }
     };
 }
@@ -324,6 +360,17 @@ units_of!(Q4_0, quant::Q4_0, 2, Some(3), (), begin(_p) {}, weights(_s, p, _i) {
     nibbles(p.add(2), p.add(20))
 }, scale(_s, p, g) {
     (half(p.add(18 * g)), 0.0)
+}, floats(p) {
+    // A nibble's value is looked up; bits above it are not seen.
+    let values = _mm512_set_ps(7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0);
+    let mut out = [_mm512_setzero_ps(); 4];
+    for b in 0..2 {
+        let scale = _mm512_set1_ps(half(p.add(18 * b)));
+        let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(p.add(18 * b + 2).cast()));
+        out[2 * b] = _mm512_mul_ps(_mm512_permutexvar_ps(bytes, values), scale);
+        out[2 * b + 1] = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values), scale);
+    }
+    out
 });
 
 units_of!(Q4_1, quant::Q4_1, 2, None, (), begin(_p) {}, weights(_s, p, _i) {

@@ -16,7 +16,7 @@ pub const GEMM_TOKENS: usize = 12;
 /// Rows that a kernel sees at a time when there are several tokens: their weights stay in the second-level cache.
 const ROW_TILE: usize = 32;
 /// Rows of the next tile that memory is asked for while a kernel works on one.
-const AHEAD: usize = 4;
+const AHEAD: usize = LANES;
 /// Weights of a row, and tiles of rows, that are unpacked and multiplied with all tokens before the next: half a megabyte
 /// of them, which stays in the second-level cache.
 const DEPTH: usize = 2048;

@@ -6,6 +6,7 @@ mod along;
 mod attention;
 mod floats;
 mod panels;
+mod sixteen;
 
 use std::arch::x86_64::*;
 
@@ -40,7 +41,7 @@ const fn dot_for(dtype: DType) -> Dot {
         DType::F32 | DType::I32 => dot_float::<F32>,
         DType::F16 => dot_float::<F16>,
         DType::BF16 => dot_float::<BF16>,
-        DType::Q4_0 => dot_quantized::<Q4_0>,
+        DType::Q4_0 => sixteen::dot_q4_0,
         DType::Q4_1 => dot_quantized::<Q4_1>,
         DType::Q5_0 => dot_quantized::<Pair<quant::Q5_0>>,
         DType::Q5_1 => dot_quantized::<Pair<quant::Q5_1>>,

@@ -110,7 +110,6 @@ struct Scratch {
     scores: Vec<f32>,
     /// A block's keys or values as float32.
     decoded: Vec<f32>,
-    partial: Partial,
 }
 
 impl Tile<'_> {
@@ -132,14 +131,13 @@ impl Tile<'_> {
 
     /// Attention of queries `q` (n_tokens, n_heads, head_dim) into `out`, of the same shape.
     fn attend(&self, q: &[f32], scratch: &mut Scratch, out: &mut [f32]) {
-        let (mut all, mut next) = (std::mem::take(&mut scratch.partial), Partial::default());
+        let (mut all, mut next) = (Partial::default(), Partial::default());
         self.segment(0, q, scratch, &mut all);
         for segment in 1..self.n_segments() {
             self.segment(segment, q, scratch, &mut next);
             self.merge(&mut all, &next);
         }
         self.finish(&all, out);
-        scratch.partial = all;
     }
 
     /// What the segments' parts, in order, come to.
@@ -186,7 +184,7 @@ impl Tile<'_> {
         let blocks = || (0..n_keys).step_by(KV_BLOCK);
         // The first token that sees something of what begins at key `at` of the segment.
         let first_token = |at: usize| (start + at).saturating_sub(first);
-        let Scratch { scores, decoded, .. } = scratch;
+        let Scratch { scores, decoded } = scratch;
         scores.resize(n_tokens * n_heads * SEGMENT, 0.0);
         for at in blocks() {
             let b = (start + at) / KV_BLOCK;
@@ -194,11 +192,7 @@ impl Tile<'_> {
             let next = self.next(if is_last { start / KV_BLOCK } else { b + 1 }, is_last);
             let from = first_token(at) * n_heads;
             let (q, scores) = (&q[from * dim..], &mut scores[from * SEGMENT + at..]);
-            let (dtype, keys) = self.part(b, false);
-            let (kernels, keys) = match as_it_lies(k, dtype, q.len() / dim) {
-                Some(kernels) => (kernels, keys),
-                None => (&k.attention, decode(k, dtype, keys, dim, true, decoded)),
-            };
+            let (kernels, keys) = self.read(b, false, q.len() / dim, decoded);
             // SAFETY: the table is this processor's.
             unsafe { (kernels.scores)(keys, next, q, dim, scores, SEGMENT) };
         }
@@ -213,12 +207,8 @@ impl Tile<'_> {
         for at in blocks() {
             let b = (start + at) / KV_BLOCK;
             let next = self.next(b + 1, at + KV_BLOCK < n_keys);
-            let (dtype, values) = self.part(b, true);
             let n_queries = (n_tokens - first_token(at)) * n_heads;
-            let (kernels, values) = match as_it_lies(k, dtype, n_queries) {
-                Some(kernels) => (kernels, values),
-                None => (&k.attention, decode(k, dtype, values, dim, false, decoded)),
-            };
+            let (kernels, values) = self.read(b, true, n_queries, decoded);
             let row_bytes = values.len() / KV_BLOCK;
             let mut mix = |tokens: Range<usize>, n: usize| {
                 let rows = tokens.start * n_heads..tokens.end * n_heads;
@@ -238,41 +228,38 @@ impl Tile<'_> {
         }
     }
 
+    /// A block's keys or values for `n_queries`, and the kernels that read them: as they lie, or, where those are lacking or
+    /// many queries would each decode them, as float32 of the same layout in `decoded`.
+    fn read<'a>(
+        &'a self,
+        b: usize,
+        is_value: bool,
+        n_queries: usize,
+        decoded: &'a mut Vec<f32>,
+    ) -> (&'a AttentionKernels, &'a [u8]) {
+        const FEW: usize = 8;
+        let k = self.kernels;
+        let (dtype, bytes) = self.part(b, is_value);
+        match (dtype, &k.half_attention) {
+            (DType::F32, _) => return (&k.attention, bytes),
+            (DType::F16, Some(kernels)) if n_queries <= FEW => return (kernels, bytes),
+            _ => (),
+        }
+        decoded.resize(KV_BLOCK * self.shape.head_dim, 0.0);
+        if dtype == DType::Q8_0 && !is_value {
+            decode_q8_0_keys(k, bytes, decoded);
+        } else {
+            // SAFETY: the table is this processor's.
+            unsafe { (k.decode)(dtype, bytes, decoded) };
+        }
+        // SAFETY: float32 in memory is its own encoding.
+        (&k.attention, unsafe { std::slice::from_raw_parts(decoded.as_ptr().cast(), 4 * decoded.len()) })
+    }
+
     /// The part that will be wanted next, for memory to be asked: it lies far from the one before.
     fn next(&self, b: usize, is_value: bool) -> &[u8] {
         if b * KV_BLOCK < self.n_keys() { self.part(b, is_value).1 } else { &[] }
     }
-}
-
-/// The kernels that read a block of this type as it lies, where that pays for so many queries: for more than a few, it is
-/// decoded once.
-fn as_it_lies(kernels: &Kernels, dtype: DType, n_queries: usize) -> Option<&AttentionKernels> {
-    const FEW: usize = 8;
-    match dtype {
-        DType::F32 => Some(&kernels.attention),
-        DType::F16 if n_queries <= FEW => kernels.half_attention.as_ref(),
-        _ => None,
-    }
-}
-
-/// Keys or values as the bytes of float32, of the same layout.
-fn decode<'a>(
-    kernels: &Kernels,
-    dtype: DType,
-    bytes: &[u8],
-    dim: usize,
-    are_keys: bool,
-    out: &'a mut Vec<f32>,
-) -> &'a [u8] {
-    out.resize(KV_BLOCK * dim, 0.0);
-    if are_keys && dtype == DType::Q8_0 {
-        decode_q8_0_keys(kernels, bytes, out);
-    } else {
-        // SAFETY: the table is this processor's.
-        unsafe { (kernels.decode)(dtype, bytes, out) };
-    }
-    // SAFETY: float32 in memory is its own encoding.
-    unsafe { std::slice::from_raw_parts(out.as_ptr().cast(), 4 * out.len()) }
 }
 
 /// Decodes a head's keys into (dim, token).
@@ -381,17 +368,12 @@ impl<'a> Attention<'a> {
 
     /// A thread takes whole parts.
     fn whole(&self, team: &Team, out: &Parts<f32>) {
-        let n = self.n_parts();
-        let size = n.div_ceil(MAX_CHUNKS);
-        team.run(n.div_ceil(size), &|chunk| {
-            let (mut scratch, mut results) = (Scratch::default(), Vec::new());
-            for part in chunk * size..((chunk + 1) * size).min(n) {
-                let queries = self.queries(part);
-                results.resize(queries.len(), 0.0);
-                self.tile(part).attend(&queries, &mut scratch, &mut results);
-                // SAFETY: each part is one chunk's.
-                unsafe { self.put(part, &results, out) };
-            }
+        in_chunks(team, self.n_parts(), &|part, scratch| {
+            let queries = self.queries(part);
+            let mut results = vec![0.0; queries.len()];
+            self.tile(part).attend(&queries, scratch, &mut results);
+            // SAFETY: each part is one thread's.
+            unsafe { self.put(part, &results, out) };
         });
     }
 
@@ -401,23 +383,32 @@ impl<'a> Attention<'a> {
         let mut partials: Vec<Partial> = Vec::new();
         partials.resize_with(n * n_segments, Partial::default);
         let partials = Parts::new(&mut partials);
-        team.run(n * n_segments, &|chunk| {
-            let (part, segment) = (chunk / n_segments, chunk % n_segments);
+        in_chunks(team, n * n_segments, &|i, scratch| {
+            let (part, segment) = (i / n_segments, i % n_segments);
             let tile = self.tile(part);
             if segment < tile.n_segments() {
-                // SAFETY: each chunk has its own.
-                let partial = &mut unsafe { partials.part(chunk, 1) }[0];
-                tile.segment(segment, &self.queries(part), &mut Scratch::default(), partial);
+                // SAFETY: each number has its own.
+                let partial = &mut unsafe { partials.part(i, 1) }[0];
+                tile.segment(segment, &self.queries(part), scratch, partial);
             }
         });
-        team.run(n, &|part| {
+        in_chunks(team, n, &|part, _| {
             let tile = self.tile(part);
             // SAFETY: each part has its own.
             let partials = unsafe { partials.part(part * n_segments, tile.n_segments()) };
             let mut results = vec![0.0; tile.places.len() * self.n_heads * self.shape.head_dim];
             tile.put_together(partials, &mut results);
-            // SAFETY: each part is one chunk's.
+            // SAFETY: each part is one thread's.
             unsafe { self.put(part, &results, out) };
         });
     }
+}
+
+/// Calls `f` with every number below `n`, in as many chunks as a team takes, each with room of its own.
+fn in_chunks(team: &Team, n: usize, f: &(dyn Fn(usize, &mut Scratch) + Sync)) {
+    let size = n.div_ceil(MAX_CHUNKS);
+    team.run(n.div_ceil(size), &|chunk| {
+        let mut scratch = Scratch::default();
+        (chunk * size..((chunk + 1) * size).min(n)).for_each(|i| f(i, &mut scratch));
+    });
 }

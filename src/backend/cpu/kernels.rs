@@ -146,8 +146,8 @@ fn fastest(gemms: &[Gemm]) -> Gemm {
     *fastest
 }
 
-/// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance`, `along` and `attention` beside it, and where the
-/// set has them a `const fn(DType) -> Option<Panels>` and [`Gemm`]s.
+/// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance`, `along` and `attention` beside it, and
+/// where the set has them a `const fn(DType) -> Option<Panels>` and [`Gemm`]s.
 macro_rules! table {
     ($name:literal, $dot_for:ident) => {
         table!($name, $dot_for, no_panels, &[])

@@ -30,8 +30,6 @@ pub struct Quantized {
     d: Vec<f32>,
     /// (n_tokens, stride / Q_GROUP): sums of the words.
     sum: Vec<i32>,
-    /// (n_tokens, stride / Q_GROUP): see [`cross`].
-    cross: Vec<i32>,
 }
 
 impl Quantized {
@@ -46,7 +44,6 @@ impl Quantized {
         }
         self.d.resize(n / Q_BLOCK, 0.0);
         self.sum.resize(n / Q_GROUP, 0);
-        self.cross.resize(n / Q_GROUP, 0);
     }
 
     pub fn row(&self, token: usize) -> QRow<'_> {
@@ -68,7 +65,6 @@ impl Quantized {
             low: Parts::new(&mut self.low),
             d: Parts::new(&mut self.d),
             sum: Parts::new(&mut self.sum),
-            cross: Parts::new(&mut self.cross),
         }
     }
 }
@@ -81,7 +77,6 @@ pub struct QuantizedParts<'a> {
     low: Parts<'a, i8>,
     d: Parts<'a, f32>,
     sum: Parts<'a, i32>,
-    cross: Parts<'a, i32>,
 }
 
 impl QuantizedParts<'_> {
@@ -95,7 +90,6 @@ impl QuantizedParts<'_> {
                 words: self.words.part(token * s, s),
                 d: self.d.part(token * s / Q_BLOCK, s / Q_BLOCK),
                 sum: self.sum.part(token * s / Q_GROUP, s / Q_GROUP),
-                cross: self.cross.part(token * s / Q_GROUP, s / Q_GROUP),
             }
         }
     }
@@ -131,7 +125,6 @@ pub struct QRowMut<'a> {
     pub words: &'a mut [i16],
     pub d: &'a mut [f32],
     pub sum: &'a mut [i32],
-    pub cross: &'a mut [i32],
 }
 
 /// What a matrix-matrix kernel takes off: minus the products of words two places apart in every four, summed modulo 2^32.
@@ -308,19 +301,17 @@ impl Packed {
                 let row = &from.d[(start + t) * stride / Q_BLOCK..];
                 d[t..].iter_mut().step_by(n).zip(row).for_each(|(out, d)| *out = *d);
             }
-            for (i, (cross, sum)) in groups.iter().enumerate() {
-                let (n_groups, together) = (stride / group_len(i), group_len(i) / Q_GROUP);
+            for (i, (crosses, sums)) in groups.iter().enumerate() {
+                let (len, n_groups) = (group_len(i), stride / group_len(i));
                 // SAFETY: as above.
-                let (cross, sum) = unsafe {
-                    (cross.part(start * n_groups, n * n_groups), sum.part(start * n_groups, n * n_groups))
-                };
-                let total = |of: &[i32], at: usize| {
-                    of[at..at + together].iter().fold(0, |a: i32, b| a.wrapping_add(*b))
+                let (crosses, sums) = unsafe {
+                    (crosses.part(start * n_groups, n * n_groups), sums.part(start * n_groups, n * n_groups))
                 };
                 for (g, t) in (0..n_groups).flat_map(|g| (0..n).map(move |t| (g, t))) {
-                    let at = (start + t) * stride + g * group_len(i);
-                    cross[g * n + t] = total(&from.cross, at / Q_GROUP);
-                    sum[g * n + t] = from.d[at / Q_BLOCK] * total(&from.sum, at / Q_GROUP) as f32;
+                    let at = (start + t) * stride + g * len;
+                    crosses[g * n + t] = cross(&from.words[at..at + len]);
+                    let sum: i32 = from.sum[at / Q_GROUP..(at + len) / Q_GROUP].iter().sum();
+                    sums[g * n + t] = from.d[at / Q_BLOCK] * sum as f32;
                 }
             }
         });

@@ -50,7 +50,6 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
     out.words[x.len()..].fill(0);
     out.d.fill(0.0);
     out.sum.fill(0);
-    out.cross.fill(0);
     for (b, x) in x.chunks(Q_BLOCK).enumerate() {
         let (mut lanes, mut poison) = ([0.0f32; 16], [0.0f32; 16]);
         for x in x.chunks(16) {
@@ -76,7 +75,6 @@ pub fn quantize(x: &[f32], out: &mut QRowMut) {
                 total += q;
             }
             out.sum[at / Q_GROUP] = total;
-            out.cross[at / Q_GROUP] = cross(&out.words[at..at + Q_GROUP]);
         }
     }
 }

@@ -74,23 +74,9 @@ unsafe fn each_eight(dtype: DType, row: &[u8], n: usize, f: impl FnMut(usize, __
     assert!(row.len() >= dtype.row_bytes(n));
     // SAFETY: the row has n weights.
     unsafe {
-        match dtype {
-            DType::F32 | DType::I32 => each_float::<F32>(row, n, f),
-            DType::F16 => each_float::<F16>(row, n, f),
-            DType::BF16 => each_float::<BF16>(row, n, f),
-            DType::Q4_0 => each_quantized::<Q4_0>(row, n, f),
-            DType::Q4_1 => each_quantized::<Q4_1>(row, n, f),
-            DType::Q5_0 => each_quantized::<Unpacked<quant::Q5_0>>(row, n, f),
-            DType::Q5_1 => each_quantized::<Unpacked<quant::Q5_1>>(row, n, f),
-            DType::Q8_0 => each_quantized::<Q8_0>(row, n, f),
-            DType::Q2K => each_quantized::<Unpacked<quant::Q2K>>(row, n, f),
-            DType::Q3K => each_quantized::<Unpacked<quant::Q3K>>(row, n, f),
-            DType::Q4K => each_quantized::<Q4K>(row, n, f),
-            DType::Q5K => each_quantized::<Unpacked<quant::Q5K>>(row, n, f),
-            DType::Q6K => each_quantized::<Q6K>(row, n, f),
-            DType::Iq4Nl => each_quantized::<Unpacked<quant::Iq4Nl>>(row, n, f),
-            DType::Iq4Xs => each_quantized::<Unpacked<quant::Iq4Xs>>(row, n, f),
-        }
+        with_reader!(dtype, Unpacked, Unpacked,
+            floats F => each_float::<F>(row, n, f),
+            blocks F => each_quantized::<F>(row, n, f))
     }
 }
 

@@ -12,7 +12,7 @@ use crate::quant::{self, Block, DType, Groups};
 use crate::backend::cpu::kernels::{Dot, Kernels, Rows, over_tiles, table};
 use crate::backend::cpu::operand::{Operand, QRow};
 use crate::backend::cpu::portable;
-use crate::backend::cpu::x86::fetch;
+use crate::backend::cpu::x86::{fetch, with_reader};
 
 pub fn is_available() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
@@ -26,23 +26,7 @@ use panels::panels_for;
 pub static KERNELS: Kernels = table!("avx2", dot_for, panels_for, &[panels::gemm]);
 
 const fn dot_for(dtype: DType) -> Dot {
-    match dtype {
-        DType::F32 | DType::I32 => dot_float::<F32>,
-        DType::F16 => dot_float::<F16>,
-        DType::BF16 => dot_float::<BF16>,
-        DType::Q4_0 => dot_quantized::<Q4_0>,
-        DType::Q4_1 => dot_quantized::<Q4_1>,
-        DType::Q5_0 => dot_quantized::<Unpacked<quant::Q5_0>>,
-        DType::Q5_1 => dot_quantized::<Unpacked<quant::Q5_1>>,
-        DType::Q8_0 => dot_quantized::<Q8_0>,
-        DType::Q2K => dot_quantized::<Unpacked<quant::Q2K>>,
-        DType::Q3K => dot_quantized::<Unpacked<quant::Q3K>>,
-        DType::Q4K => dot_quantized::<Q4K>,
-        DType::Q5K => dot_quantized::<Unpacked<quant::Q5K>>,
-        DType::Q6K => dot_quantized::<Q6K>,
-        DType::Iq4Nl => dot_quantized::<Unpacked<quant::Iq4Nl>>,
-        DType::Iq4Xs => dot_quantized::<Unpacked<quant::Iq4Xs>>,
-    }
+    with_reader!(dtype, Unpacked, Unpacked, floats F => dot_float::<F>, blocks F => dot_quantized::<F>)
 }
 
 /// How a format's blocks become units of 32 weights.

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use crate::quant::{self, DType};
+use crate::quant::DType;
 
 use super::*;
 
@@ -15,23 +15,9 @@ pub unsafe fn add_rows(dtype: DType, rows: &[(&[u8], f32)], next: &[(&[u8], f32)
     rows.iter().for_each(|(row, _)| assert!(row.len() >= dtype.row_bytes(out.len())));
     // SAFETY: the rows have `out.len()` weights.
     unsafe {
-        match dtype {
-            DType::F32 | DType::I32 => add_floats::<F32>(rows, next, out),
-            DType::F16 => add_floats::<F16>(rows, next, out),
-            DType::BF16 => add_floats::<BF16>(rows, next, out),
-            DType::Q4_0 => add_quantized::<Q4_0>(rows, next, out),
-            DType::Q4_1 => add_quantized::<Q4_1>(rows, next, out),
-            DType::Q5_0 => add_quantized::<Pair<quant::Q5_0>>(rows, next, out),
-            DType::Q5_1 => add_quantized::<Pair<quant::Q5_1>>(rows, next, out),
-            DType::Q8_0 => add_quantized::<Q8_0>(rows, next, out),
-            DType::Q2K => add_quantized::<Super<quant::Q2K>>(rows, next, out),
-            DType::Q3K => add_quantized::<Super<quant::Q3K>>(rows, next, out),
-            DType::Q4K => add_quantized::<Q4K>(rows, next, out),
-            DType::Q5K => add_quantized::<Super<quant::Q5K>>(rows, next, out),
-            DType::Q6K => add_quantized::<Q6K>(rows, next, out),
-            DType::Iq4Nl => add_quantized::<Pair<quant::Iq4Nl>>(rows, next, out),
-            DType::Iq4Xs => add_quantized::<Super<quant::Iq4Xs>>(rows, next, out),
-        }
+        with_reader!(dtype, Pair, Super,
+            floats F => add_floats::<F>(rows, next, out),
+            blocks F => add_quantized::<F>(rows, next, out))
     }
 }
 
@@ -148,23 +134,9 @@ unsafe fn each_sixteen(dtype: DType, row: &[u8], n: usize, f: impl FnMut(usize, 
     assert!(row.len() >= dtype.row_bytes(n));
     // SAFETY: the row has n weights.
     unsafe {
-        match dtype {
-            DType::F32 | DType::I32 => each_float::<F32>(row, n, f),
-            DType::F16 => each_float::<F16>(row, n, f),
-            DType::BF16 => each_float::<BF16>(row, n, f),
-            DType::Q4_0 => each_quantized::<Q4_0>(row, n, f),
-            DType::Q4_1 => each_quantized::<Q4_1>(row, n, f),
-            DType::Q5_0 => each_quantized::<Pair<quant::Q5_0>>(row, n, f),
-            DType::Q5_1 => each_quantized::<Pair<quant::Q5_1>>(row, n, f),
-            DType::Q8_0 => each_quantized::<Q8_0>(row, n, f),
-            DType::Q2K => each_quantized::<Super<quant::Q2K>>(row, n, f),
-            DType::Q3K => each_quantized::<Super<quant::Q3K>>(row, n, f),
-            DType::Q4K => each_quantized::<Q4K>(row, n, f),
-            DType::Q5K => each_quantized::<Super<quant::Q5K>>(row, n, f),
-            DType::Q6K => each_quantized::<Q6K>(row, n, f),
-            DType::Iq4Nl => each_quantized::<Pair<quant::Iq4Nl>>(row, n, f),
-            DType::Iq4Xs => each_quantized::<Super<quant::Iq4Xs>>(row, n, f),
-        }
+        with_reader!(dtype, Pair, Super,
+            floats F => each_float::<F>(row, n, f),
+            blocks F => each_quantized::<F>(row, n, f))
     }
 }
 

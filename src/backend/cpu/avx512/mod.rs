@@ -15,7 +15,7 @@ use crate::quant::{self, Block, DType, Groups};
 use crate::backend::cpu::kernels::{Dot, Kernels, Rows, over_tiles, table};
 use crate::backend::cpu::operand::{Operand, QRow};
 use crate::backend::cpu::portable;
-use crate::backend::cpu::x86::fetch;
+use crate::backend::cpu::x86::{fetch, with_reader};
 
 pub fn is_available() -> bool {
     is_x86_feature_detected!("avx512f")
@@ -38,21 +38,8 @@ pub static KERNELS: Kernels =
 
 const fn dot_for(dtype: DType) -> Dot {
     match dtype {
-        DType::F32 | DType::I32 => dot_float::<F32>,
-        DType::F16 => dot_float::<F16>,
-        DType::BF16 => dot_float::<BF16>,
         DType::Q4_0 => sixteen::dot_q4_0,
-        DType::Q4_1 => dot_quantized::<Q4_1>,
-        DType::Q5_0 => dot_quantized::<Pair<quant::Q5_0>>,
-        DType::Q5_1 => dot_quantized::<Pair<quant::Q5_1>>,
-        DType::Q8_0 => dot_quantized::<Q8_0>,
-        DType::Q2K => dot_quantized::<Super<quant::Q2K>>,
-        DType::Q3K => dot_quantized::<Super<quant::Q3K>>,
-        DType::Q4K => dot_quantized::<Q4K>,
-        DType::Q5K => dot_quantized::<Super<quant::Q5K>>,
-        DType::Q6K => dot_quantized::<Q6K>,
-        DType::Iq4Nl => dot_quantized::<Pair<quant::Iq4Nl>>,
-        DType::Iq4Xs => dot_quantized::<Super<quant::Iq4Xs>>,
+        _ => with_reader!(dtype, Pair, Super, floats F => dot_float::<F>, blocks F => dot_quantized::<F>),
     }
 }
 

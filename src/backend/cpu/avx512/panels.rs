@@ -62,39 +62,8 @@ unsafe fn dot_tokens<F: Interleaved, const T: usize>(
             };
             let at = span * F::LEN + c * CHUNK;
             for t in 0..T {
-                let x = &x_rows[t];
-                debug_assert!(at + CHUNK <= x.high.len());
-                // SAFETY: there are as many activations as weights, a scale for every 64 and a sum for every 16.
-                let (high, low, d, sum) = unsafe {
-                    (
-                        x.high.as_ptr().add(at).cast::<i32>(),
-                        x.low.as_ptr().add(at).cast::<i32>(),
-                        *x.d.as_ptr().add(at / 64),
-                        [*x.sum.as_ptr().add(at / 16), *x.sum.as_ptr().add(at / 16 + 1)],
-                    )
-                };
-                // SAFETY: a chunk has eight quads.
-                let quad =
-                    |of: *const i32, j: usize| _mm512_set1_epi32(unsafe { of.add(j).read_unaligned() });
-                let per_group = 8 * F::SHARE / CHUNK;
-                for g in 0..CHUNK / F::SHARE {
-                    let x_sum = if F::SHARE == CHUNK { sum[0] + sum[1] } else { sum[g] };
-                    let (mut highs, mut lows) = (_mm512_setzero_si512(), _mm512_setzero_si512());
-                    if let Some(bits) = F::ZERO_BITS {
-                        lows = _mm512_set1_epi32(-(x_sum << bits));
-                    }
-                    for j in g * per_group..(g + 1) * per_group {
-                        highs = _mm512_dpbusd_epi32(highs, quads[j], quad(high, j));
-                        lows = _mm512_dpbusd_epi32(lows, quads[j], quad(low, j));
-                    }
-                    let dots = _mm512_add_epi32(_mm512_slli_epi32(highs, 8), lows);
-                    let (scale, min) = scales[g];
-                    let scale = _mm512_mul_ps(scale, _mm512_set1_ps(d));
-                    sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, sums[t]);
-                    if F::HAS_MIN {
-                        sums[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(d * x_sum as f32), sums[t]);
-                    }
-                }
+                // SAFETY: there are as many activations as weights.
+                unsafe { add_chunk::<F>(&quads, &scales, &x_rows[t], at, &mut sums[t]) };
             }
         }
     }
@@ -103,6 +72,53 @@ unsafe fn dot_tokens<F: Interleaved, const T: usize>(
         unsafe { _mm512_mask_storeu_ps(out.add(t * stride), lanes(n), *sums) };
     }
     T
+}
+
+/// Adds the products of a chunk of sixteen rows with one token's activations from `at` on: the integer sum of each group,
+/// then the groups one after another.
+///
+/// # Safety
+/// The activations reach to the chunk's end; the processor has the instruction set.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub unsafe fn add_chunk<F: Interleaved>(
+    quads: &[__m512i; 8],
+    scales: &[(__m512, __m512); 2],
+    x: &QRow,
+    at: usize,
+    total: &mut __m512,
+) {
+    debug_assert!(at + CHUNK <= x.high.len());
+    // SAFETY: there are as many activations as weights, a scale for every 64 and a sum for every 16.
+    let (high, low, d, sum) = unsafe {
+        (
+            x.high.as_ptr().add(at).cast::<i32>(),
+            x.low.as_ptr().add(at).cast::<i32>(),
+            *x.d.as_ptr().add(at / 64),
+            [*x.sum.as_ptr().add(at / 16), *x.sum.as_ptr().add(at / 16 + 1)],
+        )
+    };
+    // SAFETY: a chunk has eight quads.
+    let quad = |of: *const i32, j: usize| _mm512_set1_epi32(unsafe { of.add(j).read_unaligned() });
+    let per_group = 8 * F::SHARE / CHUNK;
+    for g in 0..CHUNK / F::SHARE {
+        let x_sum = if F::SHARE == CHUNK { sum[0] + sum[1] } else { sum[g] };
+        let (mut highs, mut lows) = (_mm512_setzero_si512(), _mm512_setzero_si512());
+        if let Some(bits) = F::ZERO_BITS {
+            lows = _mm512_set1_epi32(-(x_sum << bits));
+        }
+        for j in g * per_group..(g + 1) * per_group {
+            highs = _mm512_dpbusd_epi32(highs, quads[j], quad(high, j));
+            lows = _mm512_dpbusd_epi32(lows, quads[j], quad(low, j));
+        }
+        let dots = _mm512_add_epi32(_mm512_slli_epi32(highs, 8), lows);
+        let (scale, min) = scales[g];
+        let scale = _mm512_mul_ps(scale, _mm512_set1_ps(d));
+        *total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, *total);
+        if F::HAS_MIN {
+            *total = _mm512_fmadd_ps(min, _mm512_set1_ps(d * x_sum as f32), *total);
+        }
+    }
 }
 
 /// The first `n` lanes.
@@ -156,12 +172,7 @@ unsafe fn quads<F: Interleaved>(chunk: *const u8) -> [__m512i; 8] {
         }
         return quads;
     }
-    let nibble = _mm512_set1_epi8(0x0f);
-    for j in 0..4 {
-        let both = load(j);
-        quads[j] = _mm512_and_si512(both, nibble);
-        quads[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-    }
+    quads = low_bits(&[load(0), load(1), load(2), load(3)]);
     for j in 0..8 {
         let Some((plane, shift, mask)) = upper_bits::<F>(j) else { return quads };
         let plane = load(plane);
@@ -172,6 +183,19 @@ unsafe fn quads<F: Interleaved>(chunk: *const u8) -> [__m512i; 8] {
             _mm512_sll_epi16(plane, _mm_cvtsi32_si128(4 - shift))
         };
         quads[j] = _mm512_or_si512(quads[j], _mm512_and_si512(bits, _mm512_set1_epi8(mask)));
+    }
+    quads
+}
+
+/// The quads of four registers of nibbles: low halves, then high halves.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub fn low_bits(both: &[__m512i; 4]) -> [__m512i; 8] {
+    let nibble = _mm512_set1_epi8(0x0f);
+    let mut quads = [_mm512_setzero_si512(); 8];
+    for j in 0..4 {
+        quads[j] = _mm512_and_si512(both[j], nibble);
+        quads[j + 4] = _mm512_and_si512(_mm512_srli_epi16(both[j], 4), nibble);
     }
     quads
 }

@@ -4,6 +4,7 @@ use std::arch::x86_64::*;
 
 use crate::quant::LANES;
 
+use super::panels::{add_chunk, low_bits};
 use super::*;
 
 /// Blocks whose bytes lie in one cache line at least.
@@ -38,15 +39,12 @@ pub unsafe fn dot_q4_0(rows: Rows, x: &Operand, out: *mut f32, stride: usize) {
 unsafe fn dot_sixteen(rows: &[*const u8; LANES], next: &[*const u8], x: &Operand, out: *mut f32) {
     const BYTES: usize = quant::Q4_0::BYTES;
     let x_row = x.q_row(0);
-    let nibble = _mm512_set1_epi8(0x0f);
     let mut sums = _mm512_setzero_ps();
     for b in 0..x.n_cols / quant::Q4_0::LEN {
         if b % BLOCKS_A_LINE == 0 {
-            next.iter().for_each(|row| fetch(&[*row], b * BYTES, 1));
+            fetch(next, b * BYTES, 1);
         }
-        debug_assert!(32 * (b + 1) <= x_row.high.len());
-        // SAFETY: the block lies inside the rows; there are as many activations as weights, a scale for every 64 and a sum for
-        // every 16.
+        // SAFETY: the block lies inside the rows; there are as many activations as weights.
         unsafe {
             // Of every fourth row a quarter each.
             let fours = |first: usize| {
@@ -65,44 +63,13 @@ unsafe fn dot_sixteen(rows: &[*const u8; LANES], next: &[*const u8], x: &Operand
                 _mm512_unpacklo_epi64(high_01, high_23),
                 _mm512_unpackhi_epi64(high_01, high_23),
             ];
-            let half = |r: usize| rows[r].add(b * BYTES).cast::<i16>().read_unaligned();
-            let halves = _mm256_set_epi16(
-                half(15),
-                half(14),
-                half(13),
-                half(12),
-                half(11),
-                half(10),
-                half(9),
-                half(8),
-                half(7),
-                half(6),
-                half(5),
-                half(4),
-                half(3),
-                half(2),
-                half(1),
-                half(0),
-            );
-            let high = x_row.high.as_ptr().add(32 * b).cast::<i32>();
-            let low = x_row.low.as_ptr().add(32 * b).cast::<i32>();
-            let x_sum = *x_row.sum.as_ptr().add(2 * b) + *x_row.sum.as_ptr().add(2 * b + 1);
-            let mut highs = _mm512_setzero_si512();
-            let mut lows = _mm512_set1_epi32(-(x_sum << 3));
-            for j in 0..4 {
-                let quads = [
-                    _mm512_and_si512(both[j], nibble),
-                    _mm512_and_si512(_mm512_srli_epi16(both[j], 4), nibble),
-                ];
-                for (i, quad) in [(j, quads[0]), (j + 4, quads[1])] {
-                    highs = _mm512_dpbusd_epi32(highs, quad, _mm512_set1_epi32(high.add(i).read_unaligned()));
-                    lows = _mm512_dpbusd_epi32(lows, quad, _mm512_set1_epi32(low.add(i).read_unaligned()));
-                }
+            let mut halves = [0u16; LANES];
+            for r in 0..LANES {
+                halves[r] = rows[r].add(b * BYTES).cast::<u16>().read_unaligned();
             }
-            let dots = _mm512_add_epi32(_mm512_slli_epi32(highs, 8), lows);
-            let d = _mm512_set1_ps(*x_row.d.as_ptr().add(b / 2));
-            let scale = _mm512_mul_ps(_mm512_cvtph_ps(halves), d);
-            sums = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), scale, sums);
+            let scale = _mm512_cvtph_ps(_mm256_loadu_si256(halves.as_ptr().cast()));
+            let scales = [(scale, _mm512_setzero_ps()); 2];
+            add_chunk::<quant::Q4_0>(&low_bits(&both), &scales, &x_row, b * quant::Q4_0::LEN, &mut sums);
         }
     }
     // SAFETY: the output has a place for every row.

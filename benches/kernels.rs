@@ -6,7 +6,7 @@ use std::hint::black_box;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use powerinfer_rs::backend::cpu::bandwidth::streaming_read;
 use powerinfer_rs::backend::cpu::kernels::{Kernels, Rows, available};
-use powerinfer_rs::backend::cpu::operand::{Operand, Packed, Quantized, TOKEN_TILE, WeightTile};
+use powerinfer_rs::backend::cpu::operand::{Form, Operand, Quantized, TOKEN_TILE, WeightTile};
 use powerinfer_rs::backend::cpu::pool::Pool;
 use powerinfer_rs::quant::{DType, LANES, panel_bytes};
 
@@ -24,7 +24,7 @@ fn types() -> impl Iterator<Item = DType> {
 
 fn dot(c: &mut Criterion) {
     for kernels in available() {
-        let (x, quantized) = activations(kernels, 1);
+        let (x, quantized) = activations(kernels, 1, Form::Bytes);
         let operand =
             Operand { n_cols: N_COLS, first: 0, n_tokens: 1, values: &x, quantized: Some(&quantized) };
         for dtype in types() {
@@ -45,17 +45,14 @@ fn dot(c: &mut Criterion) {
 }
 
 /// `n_tokens` rows of activations, quantised.
-fn activations(kernels: &Kernels, n_tokens: usize) -> (Vec<f32>, Quantized) {
+fn activations(kernels: &Kernels, n_tokens: usize, form: Form) -> (Vec<f32>, Quantized) {
     let x: Vec<f32> = (0..n_tokens * N_COLS).map(|i| (i % 17) as f32 - 8.0).collect();
     let mut quantized = Quantized::default();
-    quantized.resize(n_tokens, N_COLS, true);
+    quantized.resize(n_tokens, N_COLS, form);
     let rows = quantized.parts();
     for (t, x) in x.chunks(N_COLS).enumerate() {
         // SAFETY: `available` hands out tables of this processor; each row is taken once.
-        unsafe {
-            (kernels.quantize)(x, &mut rows.row(t));
-            rows.split(t);
-        }
+        unsafe { (kernels.quantize)(x, &mut rows.row(t)) };
     }
     (x, quantized)
 }
@@ -69,7 +66,7 @@ fn panels(c: &mut Criterion) {
             let n_panels = N_ROWS / LANES;
             let bytes = [0x00, 0x3c].repeat(n_panels * size / 2);
             let mut out = vec![0.0f32; TOKEN_TILE * LANES];
-            let (x, quantized) = activations(kernels, 1);
+            let (x, quantized) = activations(kernels, 1, Form::Bytes);
             let operand =
                 Operand { n_cols: N_COLS, first: 0, n_tokens: 1, values: &x, quantized: Some(&quantized) };
             let mut group = c.benchmark_group(format!("panel/{}", kernels.name));
@@ -83,23 +80,18 @@ fn panels(c: &mut Criterion) {
                 })
             });
             group.finish();
-            let (_, quantized) = activations(kernels, TOKEN_TILE);
-            let mut packed = Packed::default();
-            packed.resize(TOKEN_TILE, N_COLS);
-            // SAFETY: each number once.
-            unsafe { packed.fill(&quantized, |n, f| (0..n).for_each(f)) };
+            let (_, quantized) = activations(kernels, TOKEN_TILE, Form::Words);
             let mut tile = WeightTile::default();
             // SAFETY: a whole panel, a table of this processor.
             unsafe { (panels.unpack)(bytes.as_ptr(), N_COLS, &mut tile) };
+            let x: Vec<_> = (0..TOKEN_TILE).map(|t| quantized.word_row(t, 0..N_COLS, tile.share)).collect();
             let mut group = c.benchmark_group(format!("gemm/{}", kernels.name));
             // Multiplications, here.
             group.throughput(Throughput::Elements((LANES * N_COLS * TOKEN_TILE) as u64)).sample_size(10);
             for (i, gemm) in kernels.gemms.iter().enumerate() {
                 group.bench_function(format!("{} form {i}", dtype.name()), |b| {
-                    // SAFETY: tiles of one length, an output for each row and token, a table of this processor.
-                    b.iter(|| unsafe {
-                        gemm(black_box(&tile), LANES, &packed.tile(0), false, out.as_mut_ptr(), LANES)
-                    })
+                    // SAFETY: rows of one length, an output for each row and token, a table of this processor.
+                    b.iter(|| unsafe { gemm(black_box(&tile), LANES, &x, false, out.as_mut_ptr(), LANES) })
                 });
             }
         }

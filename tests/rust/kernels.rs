@@ -1,7 +1,7 @@
 //! Every instruction set against the scalar kernels, for every type and many shapes.
 
 use powerinfer_rs::backend::cpu::kernels::{Gemm, Kernels, Rows, available};
-use powerinfer_rs::backend::cpu::operand::{Operand, Packed, Quantized, TOKEN_TILE, WeightTile};
+use powerinfer_rs::backend::cpu::operand::{Form, Operand, Quantized, TOKEN_TILE, WeightTile};
 use powerinfer_rs::quant::{DType, LANES, decode, interleave, panel_bytes};
 
 use crate::common::{Random, random_row};
@@ -26,16 +26,13 @@ impl Case {
         Self { dtype, rows, x, n_cols, n_tokens }
     }
 
-    fn quantized(&self, kernels: &Kernels) -> Quantized {
+    fn quantized(&self, kernels: &Kernels, form: Form) -> Quantized {
         let mut quantized = Quantized::default();
-        quantized.resize(self.n_tokens, self.n_cols, true);
+        quantized.resize(self.n_tokens, self.n_cols, form);
         let parts = quantized.parts();
         for (t, x) in self.x.chunks_exact(self.n_cols).enumerate() {
             // SAFETY: `available` hands out tables of this processor; each row is taken once.
-            unsafe {
-                (kernels.quantize)(x, &mut parts.row(t));
-                parts.split(t);
-            }
+            unsafe { (kernels.quantize)(x, &mut parts.row(t)) };
         }
         quantized
     }
@@ -46,7 +43,7 @@ impl Case {
     }
 
     fn run(&self, kernels: &Kernels) -> Vec<f32> {
-        let quantized = self.quantized(kernels);
+        let quantized = self.quantized(kernels, Form::Bytes);
         let operand = self.operand(&quantized);
         let pointers: Vec<_> = self.rows.iter().map(|r| r.as_ptr()).collect();
         let mut out = vec![f32::NAN; self.rows.len() * self.n_tokens];
@@ -67,7 +64,7 @@ impl Case {
     /// As `run`, from rows side by side.
     fn run_panel(&self, kernels: &Kernels) -> Option<Vec<f32>> {
         let (panel, panels) = (self.panel()?, kernels.panels[self.dtype as usize]?);
-        let quantized = self.quantized(kernels);
+        let quantized = self.quantized(kernels, Form::Bytes);
         let operand = self.operand(&quantized);
         let n = self.rows.len();
         let mut out = vec![f32::NAN; n * self.n_tokens];
@@ -76,63 +73,33 @@ impl Case {
         Some(out)
     }
 
-    /// As `run`, by the matrix-matrix kernel, from rows side by side or from rows.
-    fn run_gemm(&self, kernels: &Kernels, gemm: Gemm, from_panel: bool) -> Option<Vec<f32>> {
-        let mut tile = WeightTile::default();
-        if from_panel {
-            let (panel, panels) = (self.panel()?, kernels.panels[self.dtype as usize]?);
-            // SAFETY: a whole panel, a table of this processor.
-            unsafe { (panels.unpack)(panel.as_ptr(), self.n_cols, &mut tile) };
-        } else {
-            let rows: Vec<&[u8]> = self.rows.iter().map(|r| &r[..]).collect();
-            // SAFETY: a table of this processor.
-            unsafe { (kernels.unpack_rows)(self.dtype, &rows, self.n_cols, &mut tile) };
-        }
-        let mut packed = Packed::default();
-        packed.resize(self.n_tokens, self.n_cols);
-        // SAFETY: each number once.
-        unsafe { packed.fill(&self.quantized(kernels), |n, f| (0..n).for_each(f)) };
-        let n = self.rows.len();
-        let mut out = vec![f32::NAN; n * self.n_tokens];
-        for i in 0..packed.n_tiles() {
-            let x = packed.tile(i);
-            // SAFETY: an output for each row and token, a table of this processor.
-            unsafe { gemm(&tile, n, &x, false, out[x.first * n..].as_mut_ptr(), n) };
-        }
-        Some(out)
-    }
-
-    /// As `run_gemm`, the columns in two parts of which the first is `split` long.
-    fn run_gemm_in_parts(&self, kernels: &Kernels, gemm: Gemm, split: usize) -> Option<Vec<f32>> {
-        if split >= self.n_cols {
-            return None;
-        }
-        let mut packed = Packed::default();
-        packed.resize(self.n_tokens, self.n_cols);
-        // SAFETY: each number once.
-        unsafe { packed.fill(&self.quantized(kernels), |n, f| (0..n).for_each(f)) };
+    /// As `run`, by the matrix-matrix kernel, from rows side by side or from rows, the columns in two parts of which the
+    /// first is `split` long.
+    fn run_gemm(&self, kernels: &Kernels, gemm: Gemm, from_panel: bool, split: usize) -> Option<Vec<f32>> {
+        let quantized = self.quantized(kernels, Form::Words);
         let n = self.rows.len();
         let mut out = vec![f32::NAN; n * self.n_tokens];
         let mut tile = WeightTile::default();
-        for columns in [0..split, split..self.n_cols] {
-            let bytes = self.dtype.row_bytes(columns.start)..self.dtype.row_bytes(columns.end);
-            match (self.panel(), kernels.panels[self.dtype as usize]) {
-                (Some(panel), Some(panels)) => {
-                    let part = &panel[panel_bytes(self.dtype, columns.start)?..];
-                    // SAFETY: a whole panel's part, a table of this processor.
-                    unsafe { (panels.unpack)(part.as_ptr(), columns.len(), &mut tile) };
-                }
-                _ => {
-                    let rows: Vec<&[u8]> = self.rows.iter().map(|r| &r[bytes.clone()]).collect();
-                    // SAFETY: a table of this processor.
-                    unsafe { (kernels.unpack_rows)(self.dtype, &rows, columns.len(), &mut tile) };
-                }
+        for columns in [0..split.min(self.n_cols), split..self.n_cols] {
+            if columns.is_empty() {
+                continue;
             }
-            for i in 0..packed.n_tiles() {
-                let x = packed.tile(i).columns(columns.clone());
-                let out = out[x.first * n..].as_mut_ptr();
-                // SAFETY: an output for each row and token, a table of this processor.
-                unsafe { gemm(&tile, n, &x, columns.start > 0, out, n) };
+            if from_panel {
+                let (panel, panels) = (self.panel()?, kernels.panels[self.dtype as usize]?);
+                let part = &panel[panel_bytes(self.dtype, columns.start)?..];
+                // SAFETY: a whole panel's part, a table of this processor.
+                unsafe { (panels.unpack)(part.as_ptr(), columns.len(), &mut tile) };
+            } else {
+                let bytes = self.dtype.row_bytes(columns.start)..self.dtype.row_bytes(columns.end);
+                let rows: Vec<&[u8]> = self.rows.iter().map(|r| &r[bytes.clone()]).collect();
+                // SAFETY: a table of this processor.
+                unsafe { (kernels.unpack_rows)(self.dtype, &rows, columns.len(), &mut tile) };
+            }
+            let x: Vec<_> =
+                (0..self.n_tokens).map(|t| quantized.word_row(t, columns.clone(), tile.share)).collect();
+            for (x, out) in x.chunks(TOKEN_TILE).zip(out.chunks_mut(TOKEN_TILE * n)) {
+                // SAFETY: rows of one length, an output for each row and token, a table of this processor.
+                unsafe { gemm(&tile, n, x, columns.start > 0, out.as_mut_ptr(), n) };
             }
         }
         Some(out)
@@ -210,9 +177,10 @@ fn every_layout_gives_the_same_bits() {
                 let want: Vec<u32> = case.run(kernels).iter().map(|v| v.to_bits()).collect();
                 let mut others = vec![("panel", case.run_panel(kernels))];
                 for gemm in kernels.gemms {
-                    others.push(("gemm of a panel", case.run_gemm(kernels, *gemm, true)));
-                    others.push(("gemm of rows", case.run_gemm(kernels, *gemm, false)));
-                    others.push(("gemm in parts", case.run_gemm_in_parts(kernels, *gemm, 256)));
+                    others.push(("gemm of a panel", case.run_gemm(kernels, *gemm, true, usize::MAX)));
+                    others.push(("gemm of rows", case.run_gemm(kernels, *gemm, false, usize::MAX)));
+                    others.push(("gemm of a panel in parts", case.run_gemm(kernels, *gemm, true, 256)));
+                    others.push(("gemm of rows in parts", case.run_gemm(kernels, *gemm, false, 256)));
                 }
                 for (what, got) in others {
                     let got = got.map(|got| got.iter().map(|v| v.to_bits()).collect::<Vec<_>>());

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::quant::{DType, LANES, Q4_0};
 use crate::{Error, Result};
 
-use super::operand::{Operand, Packed, PackedTile, QRowMut, TOKEN_TILE, WeightTile};
+use super::operand::{Form, Operand, QRowMut, Quantized, TOKEN_TILE, WeightTile, WordRow};
 
 /// Dot products of weight rows with every token of an operand: `out[t * stride + r] = rows[r] · x[t]`.
 /// The result for one row and token doesn't depend on the others in the call.
@@ -44,14 +44,14 @@ pub struct Panels {
     pub unpack: unsafe fn(panel: *const u8, n_cols: usize, tile: &mut WeightTile),
 }
 
-/// Dot products of a tile's first `n` rows with a tile of tokens, as [`Panels::dot`]; where `goes_on`, added to what `out`
-/// holds, the sums of the columns before.
+/// Dot products of a tile's first `n` rows with each row of activations, at most [`TOKEN_TILE`]:
+/// `out[t * stride + r] = rows[r] · x[t]`; where `goes_on`, added to what is there, the sums of the columns before.
 ///
 /// # Safety
-/// Both tiles have rows of one length; `out` has places for `n` rows of every token; the processor has the kernel's
+/// Rows of activations have the tile's columns; `out` has places for `n` results of each; the processor has the kernel's
 /// instruction set.
 pub type Gemm =
-    unsafe fn(weights: &WeightTile, n: usize, x: &PackedTile, goes_on: bool, out: *mut f32, stride: usize);
+    unsafe fn(weights: &WeightTile, n: usize, x: &[WordRow], goes_on: bool, out: *mut f32, stride: usize);
 
 /// `out += Σ a · row`, in order, over whole blocks of each row. Memory is asked for the rows `next` meanwhile.
 pub type AddRows = unsafe fn(dtype: DType, rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]);
@@ -124,21 +124,22 @@ impl Kernels {
     }
 }
 
-/// The kernel that took least for a small product, the best of a few turns each: tens of microseconds in all.
+/// The kernel that took least for a small product, the best of a few turns each: a tenth of a millisecond in all.
 fn fastest(gemms: &[Gemm]) -> Gemm {
-    const COLUMNS: usize = 256;
+    const COLUMNS: usize = 2048;
     const TURNS: usize = 8;
     let mut weights = WeightTile::default();
     weights.reset::<Q4_0>(COLUMNS);
-    let mut x = Packed::default();
-    x.resize(TOKEN_TILE, COLUMNS);
+    let mut x = Quantized::default();
+    x.resize(TOKEN_TILE, COLUMNS, Form::Words);
+    let x: Vec<_> = (0..TOKEN_TILE).map(|t| x.word_row(t, 0..COLUMNS, weights.share)).collect();
     let mut out = [0.0f32; TOKEN_TILE * LANES];
     let mut best = vec![Duration::MAX; gemms.len()];
     for _ in 0..TURNS {
         for (gemm, best) in gemms.iter().zip(&mut best) {
             let start = Instant::now();
-            // SAFETY: tiles of one length, an output for each row and token, a table of this processor.
-            unsafe { gemm(&weights, LANES, &x.tile(0), false, out.as_mut_ptr(), LANES) };
+            // SAFETY: rows of one length, an output for each row and token, a table of this processor.
+            unsafe { gemm(&weights, LANES, &x, false, out.as_mut_ptr(), LANES) };
             *best = start.elapsed().min(*best);
         }
     }

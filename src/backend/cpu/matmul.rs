@@ -1,14 +1,13 @@
 //! Rows of weights times rows of activations: which kernel takes them, by layout and number of tokens. Whatever it is,
 //! the bits are the same.
 
-use std::cell::RefCell;
 use std::ops::Range;
 
-use crate::backend::Linear;
-use crate::quant::{DType, LANES, Layout, panel_bytes};
+use crate::backend::{Linear, Neurons};
+use crate::quant::{DType, LANES, Layout};
 
 use super::kernels::{Kernels, Rows};
-use super::operand::{Operand, Packed, TOKEN_TILE, WeightTile};
+use super::operand::{Form, Operand, TOKEN_TILE};
 use super::pool::Parts;
 
 /// From how many tokens on it pays to unpack weights into 16-bit integers first.
@@ -17,25 +16,13 @@ pub const GEMM_TOKENS: usize = 12;
 const ROW_TILE: usize = 32;
 /// Rows of the next tile that memory is asked for while a kernel works on one.
 const AHEAD: usize = LANES;
-/// Weights of a row, and tiles of rows, that are unpacked and multiplied with all tokens before the next: half a megabyte
-/// of them, which stays in the second-level cache.
-const DEPTH: usize = 2048;
-const TILES_AT_A_TIME: usize = 8;
-
-thread_local! {
-    /// Each thread's unpacked weights, and room for a panel on the way.
-    static TILES: RefCell<(Vec<WeightTile>, Vec<u8>)> = const { RefCell::new((Vec::new(), Vec::new())) };
-}
-
 /// The products of one linear layer's rows, or of some of them, with all tokens.
 pub struct Matmul<'a> {
     pub kernels: &'static Kernels,
     pub linear: &'a Linear,
-    /// Numbers of the rows wanted; none means all.
-    pub list: Option<&'a [u32]>,
+    /// The rows wanted, and for which tokens; none means all.
+    pub list: Option<&'a Neurons>,
     pub x: Operand<'a>,
-    /// The activations once more where there are many.
-    pub packed: Option<&'a Packed>,
     /// (n_tokens, width)
     pub out: &'a Parts<'a, f32>,
     pub width: usize,
@@ -51,15 +38,15 @@ impl Matmul<'_> {
         assert_eq!(weight.n_cols(), self.x.n_cols);
         assert!(self.list.is_none() || weight.layout() == Layout::Rows);
         assert!(columns.start.is_multiple_of(LANES) && columns.end <= self.width);
-        match (self.packed, weight.layout()) {
-            (Some(packed), _) if weight.dtype().is_quantized() => self.gemm(packed, columns),
+        match (self.x.quantized, weight.layout()) {
+            (Some(x), _) if weight.dtype().is_quantized() && x.form() == Form::Words => self.many(x, columns),
             (_, Layout::Panels) => self.panels(columns),
             _ => self.rows(columns),
         }
     }
 
-    fn row_of(&self, column: usize) -> usize {
-        self.list.map_or(column, |list| list[column] as usize)
+    pub(super) fn row_of(&self, column: usize) -> usize {
+        self.list.map_or(column, |neurons| neurons.list[column] as usize)
     }
 
     /// Takes `n` results of each of `n_tokens` tokens from `first` on, `stride` apart, to columns `column ..`.
@@ -71,7 +58,7 @@ impl Matmul<'_> {
         self.add_bias(first..first + n_tokens, column, n);
     }
 
-    fn add_bias(&self, tokens: Range<usize>, column: usize, n: usize) {
+    pub(super) fn add_bias(&self, tokens: Range<usize>, column: usize, n: usize) {
         let Some(bias) = &self.linear.bias else { return };
         for t in tokens {
             // SAFETY: callers of `run` keep columns apart.
@@ -118,7 +105,7 @@ impl Matmul<'_> {
     }
 
     /// The bytes of panel `i`.
-    fn panel(&self, i: usize) -> &[u8] {
+    pub(super) fn panel(&self, i: usize) -> &[u8] {
         let n = self.linear.weight.panel_bytes().expect("a type that interleaves");
         &self.linear.weight.bytes()[i * n..][..n]
     }
@@ -136,78 +123,6 @@ impl Matmul<'_> {
                 // is, and the table is this processor's.
                 unsafe { (panels.dot)(panel.as_ptr(), n, &x, results.as_mut_ptr(), LANES) };
                 self.put(&results, LANES, n, first, n_tokens, column);
-            }
-        }
-    }
-
-    fn gemm(&self, packed: &Packed, columns: Range<usize>) {
-        let gemm = self.kernels.gemm().expect("activations are packed where there are kernels");
-        let n_cols = self.x.n_cols;
-        TILES.with_borrow_mut(|(tiles, panel)| {
-            tiles.resize_with(TILES_AT_A_TIME, WeightTile::default);
-            for block in columns.clone().step_by(TILES_AT_A_TIME * LANES) {
-                let starts = (block..columns.end).step_by(LANES).take(TILES_AT_A_TIME);
-                for depth in (0..n_cols).step_by(DEPTH) {
-                    let depths = depth..(depth + DEPTH).min(n_cols);
-                    for (tile, column) in tiles.iter_mut().zip(starts.clone()) {
-                        self.unpack(column, LANES.min(columns.end - column), depths.clone(), tile, panel);
-                    }
-                    for i in 0..packed.n_tiles() {
-                        let x = packed.tile(i).columns(depths.clone());
-                        for (tile, column) in tiles.iter().zip(starts.clone()) {
-                            let n = LANES.min(columns.end - column);
-                            let reach = (x.n_tokens - 1) * self.width + n;
-                            let out = self.out.pointer(x.first * self.width + column, reach);
-                            // SAFETY: all that is written lies inside the output, callers of `run` keep columns apart,
-                            // and the table is this processor's.
-                            unsafe { gemm(tile, n, &x, depth > 0, out, self.width) };
-                        }
-                    }
-                }
-                for column in starts {
-                    self.add_bias(0..self.x.n_tokens, column, LANES.min(columns.end - column));
-                }
-            }
-        });
-    }
-
-    /// Fills `tile` with columns `depths` of the `n` rows whose results are columns `column ..`.
-    fn unpack(
-        &self,
-        column: usize,
-        n: usize,
-        depths: Range<usize>,
-        tile: &mut WeightTile,
-        scratch: &mut Vec<u8>,
-    ) {
-        let (weight, dtype) = (&self.linear.weight, self.linear.weight.dtype());
-        let panels = self.kernels.panels[dtype as usize];
-        match weight.layout() {
-            Layout::Panels => {
-                let panels = panels.expect("panels are made where there are kernels");
-                let before = panel_bytes(dtype, depths.start).expect("a type that interleaves");
-                let panel = self.panel(column / LANES)[before..].as_ptr();
-                // SAFETY: the panel is whole, and so its part; the table is this processor's.
-                unsafe { (panels.unpack)(panel, depths.len(), tile) };
-            }
-            Layout::Rows => {
-                let part = dtype.row_bytes(depths.start)..dtype.row_bytes(depths.end);
-                let mut rows: [&[u8]; LANES] = [&[]; LANES];
-                for (i, row) in rows[..n].iter_mut().enumerate() {
-                    *row = &weight.row(self.row_of(column + i))[part.clone()];
-                }
-                let Some(panels) = panels else {
-                    // SAFETY: the table is this processor's.
-                    return unsafe { (self.kernels.unpack_rows)(dtype, &rows[..n], depths.len(), tile) };
-                };
-                // Side by side first: from there, unpacking needs no steps across a register.
-                scratch.clear();
-                scratch.resize(panel_bytes(dtype, depths.len()).expect("a type with panels"), 0);
-                // SAFETY: a whole panel of zeros; the table is this processor's.
-                unsafe {
-                    (self.kernels.interleave)(dtype, &rows[..n], scratch);
-                    (panels.unpack)(scratch.as_ptr(), depths.len(), tile);
-                }
             }
         }
     }

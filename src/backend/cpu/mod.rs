@@ -11,6 +11,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub mod bandwidth;
+mod gemm;
 pub mod kernels;
 mod matmul;
 #[cfg(target_arch = "aarch64")]

@@ -3,7 +3,9 @@
 //! Eight bits are usual and cost a tenth of a logit on a small model; with sixteen the logits are those of float32 to a
 //! thousandth. Where there are few tokens, a value is two signed bytes, which go through the byte instructions one after
 //! the other: the weights, which cost more to fetch and unpack, are fetched and unpacked once. Where there are many,
-//! weights become 16-bit integers too, once for all of them ([`Packed`]).
+//! weights become 16-bit integers too, once for all of them ([`WeightTile`]).
+
+use std::marker::PhantomData;
 
 use crate::quant::{Block, LANES};
 
@@ -14,36 +16,77 @@ pub const Q_BLOCK: usize = 64;
 /// Values that share one sum: the least that has an offset of its own in any weight format.
 pub const Q_GROUP: usize = 16;
 
+/// What kernels will read of a [`Quantized`].
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub enum Form {
+    /// Bytes: for few tokens.
+    #[default]
+    Bytes,
+    /// Words: for a matrix-matrix kernel.
+    Words,
+}
+
 /// Rows of activations as integers: `x = d * word`, `word = 256 * high + low`. Rows are padded with zeros to whole blocks.
 #[derive(Default)]
 pub struct Quantized {
     n_cols: usize,
-    /// Row length in `words`, `high` and `low`.
+    /// Row length in values.
     stride: usize,
-    /// (n_tokens, stride)
+    form: Form,
+    /// (n_tokens, stride + PAD)
     words: Vec<i16>,
-    /// (n_tokens, stride), where rows have been split.
+    /// (n_tokens, stride), of the form of bytes.
     high: Vec<i8>,
-    /// (n_tokens, stride), where rows have been split.
+    /// (n_tokens, stride), of the form of bytes.
     low: Vec<i8>,
     /// (n_tokens, stride / Q_BLOCK)
     d: Vec<f32>,
     /// (n_tokens, stride / Q_GROUP): sums of the words.
     sum: Vec<i32>,
+    /// Of the form of words: for weights of which 16 share a scale, and 32.
+    groups: [WordGroups; 2],
+}
+
+/// What a [`Quantized`] has for each group of values whose weights share a scale.
+#[derive(Default)]
+struct WordGroups {
+    /// (n_tokens, stride / group length + PAD): see [`cross`].
+    cross: Vec<i32>,
+    /// (n_tokens, stride / group length + PAD): sums of the values.
+    sum: Vec<f32>,
+}
+
+/// Between rows of words, a cache line or more: as far apart as powers of two they would crowd each other out of the cache,
+/// where a kernel reads several at once.
+const PAD: usize = 32;
+
+/// The length of groups number `i`.
+const fn group_len(i: usize) -> usize {
+    Q_GROUP << i
 }
 
 impl Quantized {
-    /// Makes room for `n_tokens` rows of `n_cols`, and for their bytes where they will be split.
-    pub fn resize(&mut self, n_tokens: usize, n_cols: usize, split: bool) {
+    /// Makes room for `n_tokens` rows of `n_cols`.
+    pub fn resize(&mut self, n_tokens: usize, n_cols: usize, form: Form) {
         self.n_cols = n_cols;
         self.stride = n_cols.next_multiple_of(Q_BLOCK);
+        self.form = form;
         let n = n_tokens * self.stride;
-        self.words.resize(n, 0);
+        self.words.resize(n + n_tokens * PAD, 0);
         for bytes in [&mut self.high, &mut self.low] {
-            bytes.resize(if split { n } else { 0 }, 0);
+            bytes.resize(if form == Form::Bytes { n } else { 0 }, 0);
         }
         self.d.resize(n / Q_BLOCK, 0.0);
         self.sum.resize(n / Q_GROUP, 0);
+        for (i, groups) in self.groups.iter_mut().enumerate() {
+            let n = if form == Form::Words { n / group_len(i) + n_tokens * PAD } else { 0 };
+            groups.cross.resize(n, 0);
+            groups.sum.resize(n, 0.0);
+        }
+    }
+
+    pub fn form(&self) -> Form {
+        self.form
     }
 
     pub fn row(&self, token: usize) -> QRow<'_> {
@@ -56,15 +99,35 @@ impl Quantized {
         }
     }
 
+    /// Columns `columns` of a row of the form of words, which begin at a multiple of [`Q_BLOCK`], for weights of which
+    /// `share` have a scale.
+    pub fn word_row(&self, token: usize, columns: std::ops::Range<usize>, share: usize) -> WordRow<'_> {
+        assert!(
+            self.form == Form::Words && columns.start.is_multiple_of(Q_BLOCK) && columns.end <= self.n_cols
+        );
+        let i = (share > Q_GROUP) as usize;
+        let (groups, n_groups) = (&self.groups[i], self.stride / group_len(i));
+        let from = token * (n_groups + PAD) + columns.start / group_len(i);
+        WordRow {
+            words: self.words[token * (self.stride + PAD) + columns.start..].as_ptr(),
+            d: self.d[(token * self.stride + columns.start) / Q_BLOCK..].as_ptr(),
+            cross: groups.cross[from..].as_ptr(),
+            sum: groups.sum[from..].as_ptr(),
+            _quantized: PhantomData,
+        }
+    }
+
     /// The rows for writing, by parts.
     pub fn parts(&mut self) -> QuantizedParts<'_> {
         QuantizedParts {
             stride: self.stride,
+            form: self.form,
             words: Parts::new(&mut self.words),
             high: Parts::new(&mut self.high),
             low: Parts::new(&mut self.low),
             d: Parts::new(&mut self.d),
             sum: Parts::new(&mut self.sum),
+            groups: self.groups.each_mut().map(|g| (Parts::new(&mut g.cross), Parts::new(&mut g.sum))),
         }
     }
 }
@@ -72,11 +135,13 @@ impl Quantized {
 /// A [`Quantized`] whose rows are written by several threads.
 pub struct QuantizedParts<'a> {
     stride: usize,
+    form: Form,
     words: Parts<'a, i16>,
     high: Parts<'a, i8>,
     low: Parts<'a, i8>,
     d: Parts<'a, f32>,
     sum: Parts<'a, i32>,
+    groups: [(Parts<'a, i32>, Parts<'a, f32>); 2],
 }
 
 impl QuantizedParts<'_> {
@@ -84,29 +149,23 @@ impl QuantizedParts<'_> {
     /// No row may be alive twice at a time.
     pub unsafe fn row(&self, token: usize) -> QRowMut<'_> {
         let s = self.stride;
-        // SAFETY: rows don't overlap, and the caller has each once.
+        let is = |form, n| if self.form == form { n } else { 0 };
+        let group = |i: usize| {
+            let (n, (cross, sum)) = (s / group_len(i), &self.groups[i]);
+            let (at, n) = (is(Form::Words, token * (n + PAD)), is(Form::Words, n));
+            // SAFETY: rows don't overlap, and the caller has each once.
+            unsafe { (cross.part(at, n), sum.part(at, n)) }
+        };
+        // SAFETY: as above.
         unsafe {
             QRowMut {
-                words: self.words.part(token * s, s),
+                words: self.words.part(token * (s + PAD), s),
+                high: self.high.part(is(Form::Bytes, token * s), is(Form::Bytes, s)),
+                low: self.low.part(is(Form::Bytes, token * s), is(Form::Bytes, s)),
                 d: self.d.part(token * s / Q_BLOCK, s / Q_BLOCK),
                 sum: self.sum.part(token * s / Q_GROUP, s / Q_GROUP),
+                groups: [group(0), group(1)],
             }
-        }
-    }
-
-    /// Splits a row's words into bytes.
-    ///
-    /// # Safety
-    /// No row may be alive twice at a time.
-    pub unsafe fn split(&self, token: usize) {
-        let s = self.stride;
-        // SAFETY: rows don't overlap, and the caller has each once.
-        let (words, high, low) = unsafe {
-            (self.words.part(token * s, s), self.high.part(token * s, s), self.low.part(token * s, s))
-        };
-        for ((w, h), l) in words.iter().zip(high).zip(low) {
-            *h = ((*w + 128) >> 8) as i8;
-            *l = *w as i8;
         }
     }
 }
@@ -120,11 +179,28 @@ pub struct QRow<'a> {
     pub sum: &'a [i32],
 }
 
-/// One row to be quantised; the slices are padded.
+/// Columns of one row as a matrix-matrix kernel reads them. Kernels take a dozen at a time, hence pointers.
+#[derive(Clone, Copy)]
+pub struct WordRow<'a> {
+    pub words: *const i16,
+    /// Of every [`Q_BLOCK`] values.
+    pub d: *const f32,
+    /// Of every group whose weights share a scale: see [`cross`].
+    pub cross: *const i32,
+    /// Of every such group, the sum of the values.
+    pub sum: *const f32,
+    _quantized: PhantomData<&'a Quantized>,
+}
+
+/// One row to be quantised; the slices are padded, and empty where the form has none.
 pub struct QRowMut<'a> {
     pub words: &'a mut [i16],
+    pub high: &'a mut [i8],
+    pub low: &'a mut [i8],
     pub d: &'a mut [f32],
     pub sum: &'a mut [i32],
+    /// For groups of 16 and of 32: cross sums, and sums of the values.
+    pub groups: [(&'a mut [i32], &'a mut [f32]); 2],
 }
 
 /// What a matrix-matrix kernel takes off: minus the products of words two places apart in every four, summed modulo 2^32.
@@ -133,13 +209,15 @@ pub struct QRowMut<'a> {
 /// once the last two, which belong to one row and one token alone, are known (Winograd, "A New Algorithm for Inner
 /// Product", 1968). In whole numbers nothing is lost, also where they wrap on the way.
 #[inline(always)]
-pub fn cross(words: &[i16]) -> i32 {
-    let product = |a: i16, b: i16| a as i32 * b as i32;
-    words
-        .as_chunks::<4>()
-        .0
-        .iter()
-        .fold(0, |sum: i32, w| sum.wrapping_sub(product(w[0], w[2])).wrapping_sub(product(w[1], w[3])))
+pub fn cross(words: &[i16; Q_GROUP]) -> i32 {
+    // Each word times its partner, or times nothing where it is one: products of neighbours added vectorise.
+    const HAS_PARTNER: [i16; Q_GROUP] = [-1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0];
+    let mut partners = [0; Q_GROUP];
+    for i in 0..Q_GROUP - 2 {
+        partners[i] = words[i + 2] & HAS_PARTNER[i];
+    }
+    let products = words.iter().zip(&partners).map(|(a, b)| *a as i32 * *b as i32);
+    products.fold(0i32, i32::wrapping_add).wrapping_neg()
 }
 
 /// `n_tokens` rows of `n_cols` activations, from row `first` on. Kernels for quantised weights read `quantized`,
@@ -175,148 +253,6 @@ impl<'a> Operand<'a> {
 
 /// Tokens that a matrix-matrix kernel takes at most at a time.
 pub const TOKEN_TILE: usize = 12;
-
-/// Quantised rows as a matrix-matrix kernel reads them: tokens in tiles of nearly equal size, in a tile the same two
-/// values of each token after one another.
-#[derive(Default)]
-pub struct Packed {
-    n_cols: usize,
-    n_tokens: usize,
-    /// By tile (n_cols / 2, tokens of the tile): two 16-bit values.
-    words: Vec<[i16; 2]>,
-    /// By tile (stride / Q_BLOCK, tokens of the tile).
-    d: Vec<f32>,
-    /// For weights of which 16 share a scale, and 32.
-    groups: [PackedGroups; 2],
-}
-
-/// What a [`Packed`] has for each group of values whose weights share a scale.
-#[derive(Default)]
-struct PackedGroups {
-    /// By tile (stride / group length, tokens of the tile): see [`cross`].
-    cross: Vec<i32>,
-    /// By tile (stride / group length, tokens of the tile): sums of the values.
-    sum: Vec<f32>,
-}
-
-/// The length of groups number `i`.
-const fn group_len(i: usize) -> usize {
-    Q_GROUP << i
-}
-
-/// One tile of a [`Packed`].
-#[derive(Clone, Copy)]
-pub struct PackedTile<'a> {
-    pub n_cols: usize,
-    pub first: usize,
-    pub n_tokens: usize,
-    pub words: &'a [[i16; 2]],
-    pub d: &'a [f32],
-    groups: [(&'a [i32], &'a [f32]); 2],
-}
-
-impl<'a> PackedTile<'a> {
-    /// The tile's columns `columns`, which begin at a multiple of [`Q_BLOCK`].
-    pub fn columns(&self, columns: std::ops::Range<usize>) -> PackedTile<'a> {
-        assert!(columns.start.is_multiple_of(Q_BLOCK) && columns.end <= self.n_cols);
-        let n = self.n_tokens;
-        PackedTile {
-            n_cols: columns.len(),
-            words: &self.words[columns.start / 2 * n..columns.end / 2 * n],
-            d: &self.d[columns.start / Q_BLOCK * n..],
-            groups: std::array::from_fn(|i| {
-                let (from, (cross, sum)) = (columns.start / group_len(i) * n, self.groups[i]);
-                (&cross[from..], &sum[from..])
-            }),
-            ..*self
-        }
-    }
-
-    /// Cross sums and sums of values, for weights of which `share` have a scale.
-    pub fn groups(&self, share: usize) -> (&'a [i32], &'a [f32]) {
-        self.groups[(share > Q_GROUP) as usize]
-    }
-}
-
-impl Packed {
-    pub fn resize(&mut self, n_tokens: usize, n_cols: usize) {
-        (self.n_cols, self.n_tokens) = (n_cols, n_tokens);
-        let stride = n_cols.next_multiple_of(Q_BLOCK);
-        self.words.resize(n_tokens * n_cols / 2, [0; 2]);
-        self.d.resize(n_tokens * stride / Q_BLOCK, 0.0);
-        for (i, groups) in self.groups.iter_mut().enumerate() {
-            groups.cross.resize(n_tokens * stride / group_len(i), 0);
-            groups.sum.resize(n_tokens * stride / group_len(i), 0.0);
-        }
-    }
-
-    pub fn n_tiles(&self) -> usize {
-        self.n_tokens.div_ceil(TOKEN_TILE)
-    }
-
-    /// The tokens of tile `i`.
-    fn tokens(&self, i: usize) -> std::ops::Range<usize> {
-        let n = self.n_tiles();
-        i * self.n_tokens / n..(i + 1) * self.n_tokens / n
-    }
-
-    pub fn tile(&self, i: usize) -> PackedTile<'_> {
-        let tokens = self.tokens(i);
-        let stride = self.n_cols.next_multiple_of(Q_BLOCK);
-        let part = |per_token: usize| tokens.start * per_token..tokens.end * per_token;
-        PackedTile {
-            n_cols: self.n_cols,
-            first: tokens.start,
-            n_tokens: tokens.len(),
-            words: &self.words[part(self.n_cols / 2)],
-            d: &self.d[part(stride / Q_BLOCK)],
-            groups: std::array::from_fn(|i| {
-                let (part, groups) = (part(stride / group_len(i)), &self.groups[i]);
-                (&groups.cross[part.clone()], &groups.sum[part])
-            }),
-        }
-    }
-
-    /// Fills every tile from `from`.
-    ///
-    /// # Safety
-    /// `run` calls the function with every number below its first argument, each once.
-    pub unsafe fn fill(&mut self, from: &Quantized, run: impl FnOnce(usize, &(dyn Fn(usize) + Sync))) {
-        let (n_cols, stride) = (self.n_cols, self.n_cols.next_multiple_of(Q_BLOCK));
-        let ranges: Vec<_> = (0..self.n_tiles()).map(|i| self.tokens(i)).collect();
-        let (words, d) = (Parts::new(&mut self.words), Parts::new(&mut self.d));
-        let groups = self.groups.each_mut().map(|g| (Parts::new(&mut g.cross), Parts::new(&mut g.sum)));
-        run(ranges.len(), &|i| {
-            let (start, n) = (ranges[i].start, ranges[i].len());
-            // SAFETY: tiles don't overlap, and each is filled once, as the caller promises.
-            let (words, d) = unsafe {
-                (
-                    words.part(start * n_cols / 2, n * n_cols / 2),
-                    d.part(start * stride / Q_BLOCK, n * stride / Q_BLOCK),
-                )
-            };
-            for t in 0..n {
-                let row = from.words[(start + t) * stride..].as_chunks::<2>().0;
-                words[t..].iter_mut().step_by(n).zip(row).for_each(|(out, pair)| *out = *pair);
-                let row = &from.d[(start + t) * stride / Q_BLOCK..];
-                d[t..].iter_mut().step_by(n).zip(row).for_each(|(out, d)| *out = *d);
-            }
-            for (i, (crosses, sums)) in groups.iter().enumerate() {
-                let (len, n_groups) = (group_len(i), stride / group_len(i));
-                // SAFETY: as above.
-                let (crosses, sums) = unsafe {
-                    (crosses.part(start * n_groups, n * n_groups), sums.part(start * n_groups, n * n_groups))
-                };
-                for (g, t) in (0..n_groups).flat_map(|g| (0..n).map(move |t| (g, t))) {
-                    let at = (start + t) * stride + g * len;
-                    crosses[g * n + t] = cross(&from.words[at..at + len]);
-                    let sum: i32 = from.sum[at / Q_GROUP..(at + len) / Q_GROUP].iter().sum();
-                    sums[g * n + t] = from.d[at / Q_BLOCK] * sum as f32;
-                }
-            }
-        });
-    }
-}
 
 /// Sixteen values, a row of weights each, where a register's load never crosses a cache line.
 #[derive(Clone, Copy, Default)]

@@ -11,7 +11,7 @@ use crate::quant::{LANES, Matrix};
 use super::attention::{Attention, store_key, store_value};
 use super::kernels::{Kernels, Pick};
 use super::matmul::{GEMM_TOKENS, Matmul};
-use super::operand::{Operand, Packed, Quantized};
+use super::operand::{Form, Operand, Quantized};
 use super::pool::{CHUNKS_A_THREAD, Parts, Team};
 use super::row_sum::RowSum;
 
@@ -25,13 +25,12 @@ pub struct Cpu<'a> {
     kernels: &'static Kernels,
     team: &'a Team,
     quantized: Quantized,
-    packed: Packed,
     bytes_read: u64,
 }
 
 impl<'a> Cpu<'a> {
     pub fn new(kernels: &'static Kernels, team: &'a Team) -> Self {
-        Self { kernels, team, quantized: Quantized::default(), packed: Packed::default(), bytes_read: 0 }
+        Self { kernels, team, quantized: Quantized::default(), bytes_read: 0 }
     }
 
     /// Calls `f` with every row number, a few to a chunk.
@@ -53,35 +52,15 @@ impl<'a> Cpu<'a> {
 
     fn quantize(&mut self, x: &[f32], n_cols: usize) {
         let n_tokens = x.len() / n_cols;
-        let split = !self.is_packed(n_tokens);
+        let many = n_tokens >= GEMM_TOKENS && !self.kernels.gemms.is_empty();
         let mut quantized = std::mem::take(&mut self.quantized);
-        quantized.resize(n_tokens, n_cols, split);
+        quantized.resize(n_tokens, n_cols, if many { Form::Words } else { Form::Bytes });
         let rows = quantized.parts();
         self.for_rows(n_tokens, n_cols, &|t| {
             // SAFETY: each token has its own row; the table is this processor's.
-            unsafe {
-                (self.kernels.quantize)(&x[t * n_cols..][..n_cols], &mut rows.row(t));
-                if split {
-                    rows.split(t);
-                }
-            }
+            unsafe { (self.kernels.quantize)(&x[t * n_cols..][..n_cols], &mut rows.row(t)) };
         });
         self.quantized = quantized;
-        if !split {
-            self.packed.resize(n_tokens, n_cols);
-            // SAFETY: a team runs each chunk once.
-            unsafe { self.packed.fill(&self.quantized, |n, f| self.team.run(n, f)) };
-        }
-    }
-
-    /// Whether a matrix-matrix kernel is worthwhile for so many tokens.
-    fn is_packed(&self, n_tokens: usize) -> bool {
-        n_tokens >= GEMM_TOKENS && !self.kernels.gemms.is_empty()
-    }
-
-    /// What a matrix-matrix kernel reads, where one is.
-    fn packed(&self, n_tokens: usize) -> Option<&Packed> {
-        self.is_packed(n_tokens).then_some(&self.packed)
     }
 
     /// Rows a chunk takes out of `n_rows` of `row_bytes`.
@@ -152,14 +131,12 @@ impl Backend for Cpu<'_> {
             i += 1;
             Parts::new(out)
         });
-        let packed = self.packed(n_tokens);
         self.team.run(n_chunks, &|c| {
             let i = starts.partition_point(|s| *s <= c) - 1;
             let n_rows = linears[i].weight.n_rows();
             let first = (c - starts[i]) * sizes[i];
             let (linear, out) = (linears[i], &parts[i]);
-            let matmul =
-                Matmul { kernels: self.kernels, linear, list: None, x: operand, packed, out, width: n_rows };
+            let matmul = Matmul { kernels: self.kernels, linear, list: None, x: operand, out, width: n_rows };
             // SAFETY: chunks have columns of their own.
             unsafe { matmul.run(first..(first + sizes[i]).min(n_rows)) };
         });
@@ -177,8 +154,8 @@ impl Backend for Cpu<'_> {
         let operand = Operand { n_cols, first: 0, n_tokens, values: x, quantized: Some(&self.quantized) };
         let size = self.rows_per_chunk(n_rows, w.row_bytes(), n_tokens);
         let out = &Parts::new(out);
-        let (list, packed) = (Some(&neurons.list[..]), self.packed(n_tokens));
-        let matmul = Matmul { kernels: self.kernels, linear, list, x: operand, packed, out, width: n_rows };
+        let matmul =
+            Matmul { kernels: self.kernels, linear, list: Some(neurons), x: operand, out, width: n_rows };
         self.team.run(n_rows.div_ceil(size), &|c| {
             // SAFETY: chunks have columns of their own.
             unsafe { matmul.run(c * size..((c + 1) * size).min(n_rows)) };
@@ -258,17 +235,17 @@ impl Backend for Cpu<'_> {
         let n_tokens = values.len() / n;
         let alive: Vec<AtomicBool> = (0..n).map(|_| AtomicBool::new(false)).collect();
         {
-            let values = Parts::new(values);
-            let on = &neurons.on;
+            let (values, flags) = (Parts::new(values), Parts::new(&mut neurons.on));
             self.for_rows(n_tokens, n, &|t| {
                 // SAFETY: each token has its own row.
-                let values = unsafe { values.part(t * n, n) };
-                for (i, v) in values.iter_mut().enumerate() {
+                let (values, flags) = unsafe { (values.part(t * n, n), flags.part(t * n, n)) };
+                for ((v, on), alive) in values.iter_mut().zip(flags).zip(&alive) {
                     // NaN is not zeroed: a broken model must show.
-                    if !on[t * n + i] || *v <= 0.0 {
-                        *v = 0.0;
+                    *on = *on && (*v > 0.0 || v.is_nan());
+                    if *on {
+                        alive.store(true, Ordering::Relaxed);
                     } else {
-                        alive[i].store(true, Ordering::Relaxed);
+                        *v = 0.0;
                     }
                 }
             });

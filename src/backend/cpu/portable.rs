@@ -43,40 +43,85 @@ pub fn exp(x: f32) -> f32 {
 /// Quantises one row; what is beyond it becomes zeros.
 #[inline(always)]
 pub fn quantize(x: &[f32], out: &mut QRowMut) {
+    let (blocks, rest) = x.as_chunks::<Q_BLOCK>();
+    let (words, sums) = (out.words.as_chunks_mut::<Q_BLOCK>().0, out.sum.as_chunks_mut().0);
+    for (((x, words), d), sums) in blocks.iter().zip(&mut *words).zip(&mut *out.d).zip(&mut *sums) {
+        *d = quantize_block(x, words, sums);
+    }
+    if !rest.is_empty() {
+        let (mut padded, last) = ([0.0; Q_BLOCK], blocks.len());
+        padded[..rest.len()].copy_from_slice(rest);
+        out.d[last] = quantize_block(&padded, &mut words[last], &mut sums[last]);
+    }
+    split(out);
+    sum_groups(out);
+}
+
+/// Splits a row's words into bytes, where there is room for them.
+#[inline(always)]
+fn split(out: &mut QRowMut) {
+    for ((w, h), l) in out.words.iter().zip(&mut *out.high).zip(&mut *out.low) {
+        *h = ((*w + 128) >> 8) as i8;
+        *l = *w as i8;
+    }
+}
+
+/// Fills cross sums and sums of values, where there is room for them.
+#[inline(always)]
+fn sum_groups(out: &mut QRowMut) {
+    let [(crosses, values), (long_crosses, long_values)] = &mut out.groups;
+    for (cross_sum, words) in crosses.iter_mut().zip(out.words.as_chunks().0) {
+        *cross_sum = cross(words);
+    }
+    for (long, pair) in long_crosses.iter_mut().zip(crosses.as_chunks::<2>().0) {
+        *long = pair[0].wrapping_add(pair[1]);
+    }
+    for (values, (sums, d)) in
+        values.as_chunks_mut::<4>().0.iter_mut().zip(out.sum.as_chunks::<4>().0.iter().zip(&*out.d))
+    {
+        for i in 0..4 {
+            values[i] = d * sums[i] as f32;
+        }
+    }
+    for (values, (sums, d)) in
+        long_values.as_chunks_mut::<2>().0.iter_mut().zip(out.sum.as_chunks::<4>().0.iter().zip(&*out.d))
+    {
+        for i in 0..2 {
+            values[i] = d * (sums[2 * i] + sums[2 * i + 1]) as f32;
+        }
+    }
+}
+
+/// Fills a block's words and the sums of its groups; returns its scale. Lengths are fixed, or nothing here would vectorise.
+#[inline(always)]
+fn quantize_block(
+    x: &[f32; Q_BLOCK],
+    words: &mut [i16; Q_BLOCK],
+    sums: &mut [i32; Q_BLOCK / Q_GROUP],
+) -> f32 {
     // The largest that leaves both bytes in range once the low one is rounded off.
     const LARGEST: f32 = 32_512.0;
     // Adding this leaves the nearest integer in the low bits of the mantissa; the conversion then vectorises.
     const ROUND: f32 = 12_582_912.0;
-    out.words[x.len()..].fill(0);
-    out.d.fill(0.0);
-    out.sum.fill(0);
-    for (b, x) in x.chunks(Q_BLOCK).enumerate() {
-        let (mut lanes, mut poison) = ([0.0f32; 16], [0.0f32; 16]);
-        for x in x.chunks(16) {
-            for ((m, p), v) in lanes.iter_mut().zip(&mut poison).zip(x) {
-                *m = if v.abs() > *m { v.abs() } else { *m };
-                // NaN for NaN and infinity: a broken model must show.
-                *p += v * 0.0;
-            }
+    // Without their signs floats are in the order of their bits, and a maximum of integers vectorises.
+    let largest = f32::from_bits(x.iter().map(|v| v.to_bits() & !(1 << 31)).max().unwrap_or(0));
+    let inverse = if largest > 0.0 { LARGEST / largest } else { 0.0 };
+    let groups = x.as_chunks::<Q_GROUP>().0.iter().zip(words.as_chunks_mut::<Q_GROUP>().0);
+    for ((x, words), sum) in groups.zip(sums) {
+        let mut whole = [0i32; Q_GROUP];
+        for i in 0..Q_GROUP {
+            let q = ((x[i] * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+            let q = q.clamp(-LARGEST as i32, LARGEST as i32);
+            // A low byte of -128 has no negative, which AVX2's kernels need; a unit of 32512 is no loss.
+            whole[i] = q + (q & 0xff == 0x80) as i32;
         }
-        let largest = lanes.iter().fold(0.0f32, |m, v| if *v > m { *v } else { m });
-        let d = largest / LARGEST + poison.iter().sum::<f32>();
-        let inverse = if largest > 0.0 { LARGEST / largest } else { 0.0 };
-        out.d[b] = d;
-        for (g, x) in x.chunks(Q_GROUP).enumerate() {
-            let at = b * Q_BLOCK + g * Q_GROUP;
-            let mut total = 0i32;
-            for (word, v) in out.words[at..].iter_mut().zip(x) {
-                let q = ((v * inverse + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
-                let q = q.clamp(-LARGEST as i32, LARGEST as i32);
-                // A low byte of -128 has no negative, which AVX2's kernels need; a unit of 32512 is no loss.
-                let q = q + (q & 0xff == 0x80) as i32;
-                *word = q as i16;
-                total += q;
-            }
-            out.sum[at / Q_GROUP] = total;
+        *sum = whole.iter().sum();
+        for i in 0..Q_GROUP {
+            words[i] = whole[i] as i16;
         }
     }
+    // NaN for NaN and infinity: a broken model must show.
+    if largest.is_finite() { largest / LARGEST } else { f32::NAN }
 }
 
 /// See [`super::kernels::AddRows`].
@@ -403,8 +448,9 @@ fn unpack_blocks<B: Block>(rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile)
             for g in 0..B::LEN / B::SHARE {
                 let at = b * (B::LEN / B::SHARE) + g;
                 tile.scales[at].0[lane] = groups.scale[g * B::SHARE / GROUP];
-                let words: [i16; 32] = std::array::from_fn(|i| groups.q[g * B::SHARE + i % B::SHARE] as i16);
-                tile.cross[at].0[lane] = cross(&words[..B::SHARE]);
+                let sixteens = groups.q[g * B::SHARE..][..B::SHARE].as_chunks::<Q_GROUP>().0.iter();
+                let crosses = sixteens.map(|q| cross(&q.map(i16::from)));
+                tile.cross[at].0[lane] = crosses.fold(0, i32::wrapping_add);
                 if B::HAS_MIN {
                     tile.mins[at].0[lane] = groups.min[g * B::SHARE / GROUP];
                 }

@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 
 use crate::backend::cpu::kernels::Panels;
-use crate::backend::cpu::operand::{Line, PackedTile, WeightTile};
+use crate::backend::cpu::operand::{Line, WeightTile, WordRow};
 use crate::backend::cpu::x86::{PANEL_AHEAD, parts_of_span, upper_bits};
 use crate::quant::{CHUNK, Interleaved, LANES};
 use crate::with_interleaved;
@@ -264,21 +264,20 @@ unsafe fn unpack<F: Interleaved>(panel: *const u8, n_cols: usize, tile: &mut Wei
 pub unsafe fn gemm(
     weights: &WeightTile,
     n: usize,
-    x: &PackedTile,
+    x: &[WordRow],
     goes_on: bool,
     out: *mut f32,
     stride: usize,
 ) {
-    assert_eq!(weights.n_cols, x.n_cols);
-    let mut t = 0;
-    while t < x.n_tokens {
+    const { assert!(TOKENS == 3) };
+    for (i, x) in x.chunks(TOKENS).enumerate() {
         // SAFETY: as the caller promises, for these tokens.
         unsafe {
-            let out = out.add(t * stride);
-            t += match x.n_tokens - t {
-                1 => gemm_tokens::<1>(weights, n, x, t, goes_on, out, stride),
-                2 => gemm_tokens::<2>(weights, n, x, t, goes_on, out, stride),
-                _ => gemm_tokens::<TOKENS>(weights, n, x, t, goes_on, out, stride),
+            let out = out.add(i * TOKENS * stride);
+            match *x {
+                [a, b, c] => gemm_tokens(weights, n, &[a, b, c], goes_on, out, stride),
+                [a, b] => gemm_tokens(weights, n, &[a, b], goes_on, out, stride),
+                _ => gemm_tokens(weights, n, &[x[0]], goes_on, out, stride),
             }
         }
     }
@@ -291,13 +290,13 @@ pub unsafe fn gemm(
 unsafe fn gemm_tokens<const T: usize>(
     weights: &WeightTile,
     n: usize,
-    x: &PackedTile,
-    first: usize,
+    x: &[WordRow; T],
     goes_on: bool,
     out: *mut f32,
     stride: usize,
-) -> usize {
-    let (words, x_words) = (weights.words.as_ptr(), x.words.as_ptr().cast::<i32>());
+) {
+    let (words, share) = (weights.words.as_ptr(), weights.share);
+    let x_words: [*const i32; T] = x.map(|row| row.words.cast());
     let mut sums = [[_mm256_setzero_ps(); 2]; T];
     if goes_on {
         for t in 0..T {
@@ -309,23 +308,21 @@ unsafe fn gemm_tokens<const T: usize>(
             };
         }
     }
-    let share = weights.share;
-    let (x_cross, x_sums) = x.groups(share);
-    for g in 0..x.n_cols / share {
+    for g in 0..weights.n_cols / share {
         let mut dots = [[_mm256_setzero_si256(); 2]; T];
         // SAFETY: there is a cross sum for each group, of the weights and of the activations.
         unsafe {
             let cross = weights.cross.as_ptr().add(g).cast::<__m256i>();
             let cross = [_mm256_load_si256(cross), _mm256_load_si256(cross.add(1))];
             for t in 0..T {
-                let of_token = _mm256_set1_epi32(*x_cross.as_ptr().add(g * x.n_tokens + first + t));
+                let of_token = _mm256_set1_epi32(*x[t].cross.add(g));
                 for half in 0..2 {
                     dots[t][half] = _mm256_add_epi32(cross[half], of_token);
                 }
             }
         }
         for pair in (g * share / 2..(g + 1) * share / 2).step_by(2) {
-            // SAFETY: both tiles have n_cols / 2 pairs, an even number.
+            // SAFETY: the tile and the rows have n_cols / 2 pairs, an even number.
             unsafe {
                 let at = words.add(pair).cast::<__m256i>();
                 let mut w = [_mm256_setzero_si256(); 4];
@@ -333,9 +330,8 @@ unsafe fn gemm_tokens<const T: usize>(
                     w[i] = _mm256_load_si256(at.add(i));
                 }
                 for t in 0..T {
-                    let at = x_words.add(pair * x.n_tokens + first + t);
-                    let x0 = _mm256_set1_epi32(at.read_unaligned());
-                    let x1 = _mm256_set1_epi32(at.add(x.n_tokens).read_unaligned());
+                    let x0 = _mm256_set1_epi32(x_words[t].add(pair).read_unaligned());
+                    let x1 = _mm256_set1_epi32(x_words[t].add(pair + 1).read_unaligned());
                     for half in 0..2 {
                         let (a, b) = (_mm256_add_epi16(w[half], x1), _mm256_add_epi16(w[2 + half], x0));
                         dots[t][half] = _mm256_add_epi32(dots[t][half], _mm256_madd_epi16(a, b));
@@ -349,15 +345,13 @@ unsafe fn gemm_tokens<const T: usize>(
             unsafe {
                 let scale = _mm256_load_ps(weights.scales.as_ptr().add(g).cast::<f32>().add(8 * half));
                 for t in 0..T {
-                    let at = first + t;
-                    let d = *x.d.as_ptr().add(g * share / 64 * x.n_tokens + at);
+                    let d = *x[t].d.add(g * share / 64);
                     let scale = _mm256_mul_ps(scale, _mm256_set1_ps(d));
                     let sum = &mut sums[t][half];
                     *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[t][half]), scale, *sum);
                     if weights.has_min {
                         let min = _mm256_load_ps(weights.mins.as_ptr().add(g).cast::<f32>().add(8 * half));
-                        let x_sum = *x_sums.as_ptr().add(g * x.n_tokens + at);
-                        *sum = _mm256_fmadd_ps(min, _mm256_set1_ps(x_sum), *sum);
+                        *sum = _mm256_fmadd_ps(min, _mm256_set1_ps(*x[t].sum.add(g)), *sum);
                     }
                 }
             }
@@ -367,5 +361,4 @@ unsafe fn gemm_tokens<const T: usize>(
         // SAFETY: the output has places for n rows of every token.
         unsafe { store(sums, n, out.add(t * stride)) };
     }
-    T
 }

@@ -4,7 +4,7 @@
 use std::arch::x86_64::*;
 
 use crate::backend::cpu::kernels::Panels;
-use crate::backend::cpu::operand::{PackedTile, TOKEN_TILE, WeightTile};
+use crate::backend::cpu::operand::{TOKEN_TILE, WeightTile, WordRow};
 use crate::backend::cpu::x86::{PANEL_AHEAD, parts_of_span, upper_bits};
 use crate::quant::{CHUNK, Interleaved, LANES};
 use crate::with_interleaved;
@@ -256,17 +256,17 @@ unsafe fn unpack<F: Interleaved>(panel: *const u8, n_cols: usize, tile: &mut Wei
 pub unsafe fn gemm<const CROSS: bool>(
     weights: &WeightTile,
     n: usize,
-    x: &PackedTile,
+    x: &[WordRow],
     goes_on: bool,
     out: *mut f32,
     stride: usize,
 ) {
-    assert_eq!(weights.n_cols, x.n_cols);
     macro_rules! by_tokens {
         ($($t:literal)*) => {
-            match x.n_tokens {
+            match x.len() {
                 // SAFETY: as the caller promises.
                 $($t => unsafe {
+                    let x = x.first_chunk().expect("so many");
                     match (weights.share, weights.has_min) {
                         (32, false) => gemm_tile::<$t, 32, false, CROSS>(weights, n, x, goes_on, out, stride),
                         (32, true) => gemm_tile::<$t, 32, true, CROSS>(weights, n, x, goes_on, out, stride),
@@ -289,12 +289,14 @@ pub unsafe fn gemm<const CROSS: bool>(
 unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool, const CROSS: bool>(
     weights: &WeightTile,
     n: usize,
-    x: &PackedTile,
+    x: &[WordRow; T],
     goes_on: bool,
     out: *mut f32,
     stride: usize,
 ) {
-    let (words, x_words) = (weights.words.as_ptr(), x.words.as_ptr().cast::<i32>());
+    let words = weights.words.as_ptr();
+    let x_words: [*const i32; T] = x.map(|row| row.words.cast());
+    let (x_cross, x_d, x_sum) = (x.map(|row| row.cross), x.map(|row| row.d), x.map(|row| row.sum));
     let mut sums = [_mm512_setzero_ps(); T];
     if goes_on {
         for t in 0..T {
@@ -302,30 +304,28 @@ unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool, const C
             sums[t] = unsafe { _mm512_maskz_loadu_ps(lanes(n), out.add(t * stride)) };
         }
     }
-    let (x_cross, x_sums) = x.groups(SHARE);
-    for g in 0..x.n_cols / SHARE {
+    for g in 0..weights.n_cols / SHARE {
         let mut dots = [_mm512_setzero_si512(); T];
         if CROSS {
             // SAFETY: there is a cross sum for each group, of the weights and of the activations.
             unsafe {
                 let cross = _mm512_load_si512(weights.cross.as_ptr().add(g).cast());
-                let of_token = x_cross.as_ptr().add(g * T);
                 for t in 0..T {
-                    dots[t] = _mm512_add_epi32(cross, _mm512_set1_epi32(*of_token.add(t)));
+                    dots[t] = _mm512_add_epi32(cross, _mm512_set1_epi32(*x_cross[t].add(g)));
                 }
             }
         }
         for pair in (g * SHARE / 2..(g + 1) * SHARE / 2).step_by(2) {
-            // SAFETY: both tiles have n_cols / 2 pairs, an even number, and the processor has the instruction set.
+            // SAFETY: the tile and the rows have n_cols / 2 pairs, an even number, and the processor has the instruction
+            // set.
             unsafe {
                 let w = [
                     _mm512_load_si512(words.add(pair).cast()),
                     _mm512_load_si512(words.add(pair + 1).cast()),
                 ];
-                let x = x_words.add(pair * T);
                 for t in 0..T {
-                    let x0 = _mm512_set1_epi32(x.add(t).read_unaligned());
-                    let x1 = _mm512_set1_epi32(x.add(T + t).read_unaligned());
+                    let x0 = _mm512_set1_epi32(x_words[t].add(pair).read_unaligned());
+                    let x1 = _mm512_set1_epi32(x_words[t].add(pair + 1).read_unaligned());
                     if CROSS {
                         let (a, b) = (_mm512_add_epi16(w[0], x1), _mm512_add_epi16(w[1], x0));
                         dots[t] = _mm512_dpwssd_epi32(dots[t], a, b);
@@ -340,16 +340,14 @@ unsafe fn gemm_tile<const T: usize, const SHARE: usize, const MIN: bool, const C
         // of theirs for every 64.
         unsafe {
             let scale = _mm512_load_ps(weights.scales.as_ptr().add(g).cast());
-            let d = x.d.as_ptr().add(g * SHARE / 64 * T);
             for t in 0..T {
-                let scale = _mm512_mul_ps(scale, _mm512_set1_ps(*d.add(t)));
+                let scale = _mm512_mul_ps(scale, _mm512_set1_ps(*x_d[t].add(g * SHARE / 64)));
                 sums[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[t]), scale, sums[t]);
             }
             if MIN {
                 let min = _mm512_load_ps(weights.mins.as_ptr().add(g).cast());
-                let x_sums = x_sums.as_ptr().add(g * T);
                 for t in 0..T {
-                    sums[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(*x_sums.add(t)), sums[t]);
+                    sums[t] = _mm512_fmadd_ps(min, _mm512_set1_ps(*x_sum[t].add(g)), sums[t]);
                 }
             }
         }

@@ -157,7 +157,8 @@ pub trait Backend {
         out: [&mut Self::Buffer; N],
     );
 
-    /// As `matmul`, for the rows `neurons.list` of `linear` alone: `out` is (n_tokens, list.len()).
+    /// As `matmul`, for the rows `neurons.list` of `linear` alone: `out` is (n_tokens, list.len()). Where a neuron is off for a
+    /// token, zero may take the place of the product.
     fn matmul_rows(&mut self, linear: &Linear, neurons: &Neurons, x: &Self::Buffer, out: &mut Self::Buffer);
 
     /// `out = bias + Σ h[i] * row list[i]` of `linear` over the non-zero `h` of each token; `h` is
@@ -181,8 +182,8 @@ pub trait Backend {
         neurons: &mut Neurons,
     ) -> usize;
 
-    /// Zeroes the values (n_tokens, list.len()) that are off or not positive, and drops the neurons that are then
-    /// zero for every token.
+    /// Zeroes the values (n_tokens, list.len()) that are off or not positive, which turns them off, and drops the neurons
+    /// that are then zero for every token.
     fn keep_positive(&mut self, values: &mut Self::Buffer, neurons: &mut Neurons);
 
     /// Applies `activation` in place.

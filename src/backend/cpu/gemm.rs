@@ -6,8 +6,9 @@ use std::ops::Range;
 use crate::backend::Neurons;
 use crate::quant::{LANES, Layout, panel_bytes};
 
+use super::kernels::Gemm;
 use super::matmul::Matmul;
-use super::operand::{Quantized, TOKEN_TILE, WeightTile};
+use super::operand::{Quantized, TOKEN_TILE, WeightTile, WordRow};
 use super::pool::Parts;
 
 /// Weights of a row, and tiles of rows, that are unpacked and multiplied with all tokens before the next: half a megabyte
@@ -35,51 +36,86 @@ thread_local! {
 /// Sixteen columns of a product, or as many as are left, and the tokens that want them.
 struct Tile<'a> {
     columns: &'a [usize],
-    tokens: Vec<usize>,
+    tokens: &'a [usize],
     /// Results for the first of these tokens; those for the next lie `stride` behind.
     out: *mut f32,
     stride: usize,
 }
 
+impl Tile<'_> {
+    /// Multiplies with those of its tokens that are among `tokens`.
+    ///
+    /// # Safety
+    /// Nobody else has the results meanwhile; `rows`, a row for every token, have the columns of the weights; the processor
+    /// has the kernel's instruction set.
+    unsafe fn multiply(
+        &self,
+        gemm: Gemm,
+        weights: &WeightTile,
+        rows: &[WordRow],
+        tokens: Range<usize>,
+        goes_on: bool,
+    ) {
+        let place = |t| self.tokens.partition_point(|token| *token < t);
+        for places in nearly_equal(place(tokens.start)..place(tokens.end), TOKEN_TILE) {
+            let tokens = &self.tokens[places.clone()];
+            let (first, last) = (tokens[0], tokens[tokens.len() - 1]);
+            let mut gathered;
+            let x = if last - first < tokens.len() {
+                &rows[first..=last]
+            } else {
+                gathered = [rows[first]; TOKEN_TILE];
+                gathered.iter_mut().zip(tokens).for_each(|(x, t)| *x = rows[*t]);
+                &gathered[..tokens.len()]
+            };
+            // SAFETY: there are places for all of the tile's tokens; the rest is the caller's promise.
+            unsafe {
+                let out = self.out.add(places.start * self.stride);
+                gemm(weights, self.columns.len(), x, goes_on, out, self.stride);
+            }
+        }
+    }
+}
+
 impl Matmul<'_> {
     /// Computes columns `columns` from words. What no token wants is zero.
     pub(super) fn many(&self, x: &Quantized, columns: Range<usize>) {
-        let n_tokens = self.x.n_tokens;
         SCRATCH.with_borrow_mut(|scratch| {
-            match self.list.and_then(|neurons| Wanted::new(neurons, self.width, columns.clone())) {
+            match self.neurons.and_then(|neurons| Wanted::new(neurons, self.width, columns.clone())) {
                 None => self.all(x, columns.clone(), scratch),
-                Some(wanted) => self.wanted(x, wanted, columns.clone(), scratch),
+                Some(wanted) => self.wanted(x, &wanted, scratch),
             }
         });
-        self.add_bias(0..n_tokens, columns.start, columns.len());
+        self.add_bias(0..self.x.n_tokens, columns.start, columns.len());
     }
 
     /// For every token.
     fn all(&self, x: &Quantized, columns: Range<usize>, scratch: &mut Scratch) {
         let n_tokens = self.x.n_tokens;
-        let columns: Vec<usize> = columns.collect();
+        let (columns, tokens): (Vec<usize>, Vec<usize>) = (columns.collect(), (0..n_tokens).collect());
         let tiles = columns.chunks(LANES).map(|columns| {
             let out = self.out.pointer(columns[0], (n_tokens - 1) * self.width + columns.len());
-            Tile { columns, tokens: (0..n_tokens).collect(), out, stride: self.width }
+            Tile { columns, tokens: &tokens, out, stride: self.width }
         });
         self.tiles(x, &tiles.collect::<Vec<_>>(), &mut scratch.weights, &mut scratch.panel);
     }
 
     /// For the tokens that want them: columns that are wanted as often share a tile, which takes those tokens that want
     /// one of its columns.
-    fn wanted(&self, x: &Quantized, wanted: Wanted, columns: Range<usize>, scratch: &mut Scratch) {
+    fn wanted(&self, x: &Quantized, wanted: &Wanted, scratch: &mut Scratch) {
         let order = wanted.order();
         let tokens: Vec<Vec<usize>> =
             order.chunks(LANES).map(|columns| wanted.tokens(columns).collect()).collect();
         scratch.results.resize(LANES * tokens.iter().map(Vec::len).sum::<usize>(), 0.0);
         let (results, mut start) = (Parts::new(&mut scratch.results), 0);
-        let tiles = order.chunks(LANES).zip(tokens).map(|(columns, tokens)| {
+        let tiles = order.chunks(LANES).zip(&tokens).map(|(columns, tokens)| {
             let n = LANES * tokens.len();
             start += n;
-            Tile { columns, out: results.pointer(start - n, n), tokens, stride: LANES }
+            Tile { columns, tokens, out: results.pointer(start - n, n), stride: LANES }
         });
         let tiles: Vec<_> = tiles.collect();
         self.tiles(x, &tiles, &mut scratch.weights, &mut scratch.panel);
+        let columns = &wanted.columns;
         let mut done = vec![0; tiles.len()];
         for t in 0..self.x.n_tokens {
             // SAFETY: callers of `run` keep columns apart.
@@ -112,27 +148,10 @@ impl Matmul<'_> {
                 let rows: Vec<_> = (0..n_tokens).map(row).collect();
                 for start in (0..n_tokens).step_by(TOKENS_AT_A_TIME) {
                     for (weights, tile) in weights.iter().zip(tiles) {
-                        let place = |t| tile.tokens.partition_point(|token| *token < t);
-                        let places = place(start)..place(start + TOKENS_AT_A_TIME);
-                        for places in nearly_equal(places, TOKEN_TILE) {
-                            let tokens = &tile.tokens[places.clone()];
-                            let (first, last) = (tokens[0], tokens[tokens.len() - 1]);
-                            let mut gathered;
-                            let x = if last - first < tokens.len() {
-                                &rows[first..=last]
-                            } else {
-                                gathered = [rows[first]; TOKEN_TILE];
-                                gathered.iter_mut().zip(tokens).for_each(|(x, t)| *x = rows[*t]);
-                                &gathered[..tokens.len()]
-                            };
-                            let (n, goes_on) = (tile.columns.len(), depth > 0);
-                            // SAFETY: the tile has places for its tokens, which callers of `run` keep apart; weights and
-                            // activations have the same columns; the table is this processor's.
-                            unsafe {
-                                let out = tile.out.add(places.start * tile.stride);
-                                gemm(weights, n, x, goes_on, out, tile.stride)
-                            };
-                        }
+                        let tokens = start..start + TOKENS_AT_A_TIME;
+                        // SAFETY: callers of `run` keep columns apart, and tiles share none; weights and rows have columns
+                        // `depths`; the table is this processor's.
+                        unsafe { tile.multiply(gemm, weights, &rows, tokens, depth > 0) };
                     }
                 }
             }
@@ -141,7 +160,6 @@ impl Matmul<'_> {
 
     /// Fills `tile` with columns `depths` of the rows whose results are `columns`.
     fn unpack(&self, columns: &[usize], depths: Range<usize>, tile: &mut WeightTile, scratch: &mut Vec<u8>) {
-        let n = columns.len();
         let (weight, dtype) = (&self.linear.weight, self.linear.weight.dtype());
         let panels = self.kernels.panels[dtype as usize];
         match weight.layout() {
@@ -160,14 +178,16 @@ impl Matmul<'_> {
                 }
                 let Some(panels) = panels else {
                     // SAFETY: the table is this processor's.
-                    return unsafe { (self.kernels.unpack_rows)(dtype, &rows[..n], depths.len(), tile) };
+                    return unsafe {
+                        (self.kernels.unpack_rows)(dtype, &rows[..columns.len()], depths.len(), tile)
+                    };
                 };
                 // Side by side first: from there, unpacking needs no steps across a register.
                 scratch.clear();
                 scratch.resize(panel_bytes(dtype, depths.len()).expect("a type with panels"), 0);
                 // SAFETY: a whole panel of zeros; the table is this processor's.
                 unsafe {
-                    (self.kernels.interleave)(dtype, &rows[..n], scratch);
+                    (self.kernels.interleave)(dtype, &rows[..columns.len()], scratch);
                     (panels.unpack)(scratch.as_ptr(), depths.len(), tile);
                 }
             }

@@ -16,12 +16,13 @@ pub const GEMM_TOKENS: usize = 12;
 const ROW_TILE: usize = 32;
 /// Rows of the next tile that memory is asked for while a kernel works on one.
 const AHEAD: usize = LANES;
+
 /// The products of one linear layer's rows, or of some of them, with all tokens.
 pub struct Matmul<'a> {
     pub kernels: &'static Kernels,
     pub linear: &'a Linear,
     /// The rows wanted, and for which tokens; none means all.
-    pub list: Option<&'a Neurons>,
+    pub neurons: Option<&'a Neurons>,
     pub x: Operand<'a>,
     /// (n_tokens, width)
     pub out: &'a Parts<'a, f32>,
@@ -36,7 +37,7 @@ impl Matmul<'_> {
     pub unsafe fn run(&self, columns: Range<usize>) {
         let weight = &self.linear.weight;
         assert_eq!(weight.n_cols(), self.x.n_cols);
-        assert!(self.list.is_none() || weight.layout() == Layout::Rows);
+        assert!(self.neurons.is_none() || weight.layout() == Layout::Rows);
         assert!(columns.start.is_multiple_of(LANES) && columns.end <= self.width);
         match (self.x.quantized, weight.layout()) {
             (Some(x), _) if weight.dtype().is_quantized() && x.form() == Form::Words => self.many(x, columns),
@@ -46,7 +47,7 @@ impl Matmul<'_> {
     }
 
     pub(super) fn row_of(&self, column: usize) -> usize {
-        self.list.map_or(column, |neurons| neurons.list[column] as usize)
+        self.neurons.map_or(column, |neurons| neurons.list[column] as usize)
     }
 
     /// Takes `n` results of each of `n_tokens` tokens from `first` on, `stride` apart, to columns `column ..`.

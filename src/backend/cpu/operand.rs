@@ -149,10 +149,10 @@ impl QuantizedParts<'_> {
     /// No row may be alive twice at a time.
     pub unsafe fn row(&self, token: usize) -> QRowMut<'_> {
         let s = self.stride;
-        let is = |form, n| if self.form == form { n } else { 0 };
+        let n_bytes = if self.form == Form::Bytes { s } else { 0 };
         let group = |i: usize| {
             let (n, (cross, sum)) = (s / group_len(i), &self.groups[i]);
-            let (at, n) = (is(Form::Words, token * (n + PAD)), is(Form::Words, n));
+            let (at, n) = if self.form == Form::Words { (token * (n + PAD), n) } else { (0, 0) };
             // SAFETY: rows don't overlap, and the caller has each once.
             unsafe { (cross.part(at, n), sum.part(at, n)) }
         };
@@ -160,8 +160,8 @@ impl QuantizedParts<'_> {
         unsafe {
             QRowMut {
                 words: self.words.part(token * (s + PAD), s),
-                high: self.high.part(is(Form::Bytes, token * s), is(Form::Bytes, s)),
-                low: self.low.part(is(Form::Bytes, token * s), is(Form::Bytes, s)),
+                high: self.high.part(token * n_bytes, n_bytes),
+                low: self.low.part(token * n_bytes, n_bytes),
                 d: self.d.part(token * s / Q_BLOCK, s / Q_BLOCK),
                 sum: self.sum.part(token * s / Q_GROUP, s / Q_GROUP),
                 groups: [group(0), group(1)],

@@ -136,7 +136,8 @@ impl Backend for Cpu<'_> {
             let n_rows = linears[i].weight.n_rows();
             let first = (c - starts[i]) * sizes[i];
             let (linear, out) = (linears[i], &parts[i]);
-            let matmul = Matmul { kernels: self.kernels, linear, list: None, x: operand, out, width: n_rows };
+            let matmul =
+                Matmul { kernels: self.kernels, linear, neurons: None, x: operand, out, width: n_rows };
             // SAFETY: chunks have columns of their own.
             unsafe { matmul.run(first..(first + sizes[i]).min(n_rows)) };
         });
@@ -155,7 +156,7 @@ impl Backend for Cpu<'_> {
         let size = self.rows_per_chunk(n_rows, w.row_bytes(), n_tokens);
         let out = &Parts::new(out);
         let matmul =
-            Matmul { kernels: self.kernels, linear, list: Some(neurons), x: operand, out, width: n_rows };
+            Matmul { kernels: self.kernels, linear, neurons: Some(neurons), x: operand, out, width: n_rows };
         self.team.run(n_rows.div_ceil(size), &|c| {
             // SAFETY: chunks have columns of their own.
             unsafe { matmul.run(c * size..((c + 1) * size).min(n_rows)) };

@@ -76,18 +76,19 @@ fn sum_groups(out: &mut QRowMut) {
     for (long, pair) in long_crosses.iter_mut().zip(crosses.as_chunks::<2>().0) {
         *long = pair[0].wrapping_add(pair[1]);
     }
-    for (values, (sums, d)) in
-        values.as_chunks_mut::<4>().0.iter_mut().zip(out.sum.as_chunks::<4>().0.iter().zip(&*out.d))
+    sum_values::<4>(out.sum, out.d, values);
+    sum_values::<2>(out.sum, out.d, long_values);
+}
+
+/// Sums of the values of groups, of which a block has `N`, from those of the words of its four sixteens.
+#[inline(always)]
+fn sum_values<const N: usize>(sums: &[i32], d: &[f32], out: &mut [f32]) {
+    const SIXTEENS: usize = Q_BLOCK / Q_GROUP;
+    for (out, (sums, d)) in
+        out.as_chunks_mut::<N>().0.iter_mut().zip(sums.as_chunks::<SIXTEENS>().0.iter().zip(d))
     {
-        for i in 0..4 {
-            values[i] = d * sums[i] as f32;
-        }
-    }
-    for (values, (sums, d)) in
-        long_values.as_chunks_mut::<2>().0.iter_mut().zip(out.sum.as_chunks::<4>().0.iter().zip(&*out.d))
-    {
-        for i in 0..2 {
-            values[i] = d * (sums[2 * i] + sums[2 * i + 1]) as f32;
+        for i in 0..N {
+            out[i] = d * sums[i * SIXTEENS / N..(i + 1) * SIXTEENS / N].iter().sum::<i32>() as f32;
         }
     }
 }

@@ -82,8 +82,9 @@ fn panels(c: &mut Criterion) {
             group.finish();
             let (_, quantized) = activations(kernels, TOKEN_TILE, Form::Words);
             let mut tile = WeightTile::default();
+            let Some(unpack) = panels.unpack else { continue };
             // SAFETY: a whole panel, a table of this processor.
-            unsafe { (panels.unpack)(bytes.as_ptr(), N_COLS, &mut tile) };
+            unsafe { unpack(bytes.as_ptr(), N_COLS, &mut tile) };
             let x: Vec<_> = (0..TOKEN_TILE).map(|t| quantized.word_row(t, 0..N_COLS, tile.share)).collect();
             let mut group = c.benchmark_group(format!("gemm/{}", kernels.name));
             // Multiplications, here.

@@ -1,11 +1,15 @@
 //! Sixteen rows side by side: the layout in which a kernel keeps a row in each lane of its registers.
 //!
 //! A panel holds [`LANES`] rows, block after block: the blocks' heads, then for every 32 weights their scales and the
-//! weights. Weights are unsigned, `q + 2^ZERO_BITS`, and lie by quads: four of one row, then the same four of the next.
-//! The low four bits of quads j and j + 4 share a byte; a fifth bit or a fifth and sixth lie in planes of their own.
-//! A panel is as long as its rows were, except in Q4_K and Q5_K, whose six-bit scales become bytes.
+//! weights. Weights are unsigned, `q + 2^ZERO_BITS`, or indices of a table of `q`, and lie by quads: four of one row, then
+//! the same four of the next. The low four bits of quads j and j + 4 share a byte, or the low two of quads j, j + 2, j + 4
+//! and j + 6; a bit more, or two, lie in planes of their own. A panel is as long as its rows were, except in Q3_K, Q4_K,
+//! Q5_K and IQ4_XS, whose six-bit scales become bytes.
 
-use super::{Block, DType, Groups, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, k_scale_min};
+use super::{
+    Block, DType, Groups, IQ4_VALUES, Iq4Nl, Iq4Xs, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0,
+    iq4_xs_scale, k_scale_min, q3_k_scale,
+};
 
 /// Rows in a panel.
 pub const LANES: usize = 16;
@@ -16,8 +20,10 @@ pub const CHUNK: usize = 32;
 pub trait Interleaved: Block {
     /// What makes a weight unsigned is two to this power.
     const ZERO_BITS: Option<u32>;
-    /// Bits of a weight: 4, 5, 6 or 8.
+    /// Bits of a weight: 2 to 6, or 8.
     const BITS: usize;
+    /// Where weights are indices, what they stand for.
+    const TABLE: Option<[i8; 16]>;
     /// Half precision numbers of a whole block.
     const HEAD: usize;
     /// Numbers of a chunk's scales and offsets ...
@@ -25,6 +31,8 @@ pub trait Interleaved: Block {
     /// ... and the bytes of each: half precision, or integers that multiply the head's numbers.
     const SIDE_BYTES: usize;
 
+    /// Whether a weight, unsigned, takes all bits of a byte.
+    const EIGHT_BITS: bool = Self::BITS == 8 || Self::TABLE.is_some();
     /// Bytes of a panel's part of one block.
     const SPAN_BYTES: usize = LANES * 2 * Self::HEAD + Self::LEN / CHUNK * Self::CHUNK_BYTES;
     /// Bytes of one chunk.
@@ -39,10 +47,11 @@ fn u16_at(block: &[u8], at: usize) -> u16 {
 }
 
 macro_rules! interleaved {
-    ($($block:ty: zero $zero:expr, bits $bits:literal, head $n_head:literal $head:expr, side $n_side:literal x $side_bytes:literal $side:expr;)*) => {
+    ($($block:ty: zero $zero:expr, bits $bits:literal $(of $table:expr)?, head $n_head:literal $head:expr, side $n_side:literal x $side_bytes:literal $side:expr;)*) => {
         $(impl Interleaved for $block {
             const ZERO_BITS: Option<u32> = $zero;
             const BITS: usize = $bits;
+            const TABLE: Option<[i8; 16]> = interleaved!(@table $($table)?);
             const HEAD: usize = $n_head;
             const SIDE: usize = $n_side;
             const SIDE_BYTES: usize = $side_bytes;
@@ -60,6 +69,8 @@ macro_rules! interleaved {
             }
         })*
     };
+    (@table) => { None };
+    (@table $table:expr) => { Some($table) };
 }
 
 fn no_head(_: &[u8]) -> [u16; 2] {
@@ -81,17 +92,25 @@ interleaved! {
     Q5_0: zero Some(4), bits 5, head 0 no_head, side 1 x 2 |b, _| [u16_at(b, 0), 0];
     Q5_1: zero None, bits 5, head 0 no_head, side 2 x 2 |b, _| two_halves(b);
     Q8_0: zero Some(7), bits 8, head 0 no_head, side 1 x 2 |b, _| [u16_at(b, 0), 0];
+    Q2K: zero None, bits 2, head 2 |b| [u16_at(b, 80), u16_at(b, 82)], side 2 x 1
+        |b, chunk| [b[2 * chunk] as u16, b[2 * chunk + 1] as u16];
+    Q3K: zero Some(2), bits 3, head 1 |b| [u16_at(b, 108), 0], side 2 x 1
+        |b, chunk| [0, 1].map(|g| q3_k_scale(&b[96..108], 2 * chunk + g) as u8 as u16);
     Q4K: zero None, bits 4, head 2 two_halves, side 2 x 1 k_side;
     Q5K: zero None, bits 5, head 2 two_halves, side 2 x 1 k_side;
     Q6K: zero Some(5), bits 6, head 1 |b| [u16_at(b, 208), 0], side 2 x 1
         |b, chunk| [b[192 + 2 * chunk] as u16, b[193 + 2 * chunk] as u16];
+    Iq4Nl: zero Some(7), bits 4 of IQ4_VALUES, head 0 no_head, side 1 x 2 |b, _| [u16_at(b, 0), 0];
+    Iq4Xs: zero Some(7), bits 4 of IQ4_VALUES, head 1 |b| [u16_at(b, 0), 0], side 1 x 1
+        |b, chunk| [iq4_xs_scale(b, chunk) as u8 as u16, 0];
 }
 
 /// Calls `$body` with `$block` bound to the block type of a [`DType`] that interleaves; others take `$other`.
 #[macro_export]
 macro_rules! with_interleaved {
     ($dtype:expr, $block:ident => $body:expr, _ => $other:expr) => {
-        $crate::with_interleaved!(@ $dtype, $block, $body, $other, Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4K Q5K Q6K)
+        $crate::with_interleaved!(@ $dtype, $block, $body, $other,
+            Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2K Q3K Q4K Q5K Q6K Iq4Nl Iq4Xs)
     };
     (@ $dtype:expr, $block:ident, $body:expr, $other:expr, $($name:ident)*) => {
         match $dtype {
@@ -137,7 +156,11 @@ fn interleave_blocks<B: Interleaved>(rows: &[&[u8]], out: &mut [u8]) {
                 let zero = B::ZERO_BITS.map_or(0, |bits| 1u8 << bits);
                 let mut u = [0u8; CHUNK];
                 for (u, q) in u.iter_mut().zip(&groups.q[c * CHUNK..]) {
-                    *u = (*q as u8).wrapping_add(zero);
+                    *u = match &B::TABLE {
+                        // Tables rise: as many entries as are below.
+                        Some(table) => table.iter().map(|value| (value < q) as u8).sum(),
+                        None => (*q as u8).wrapping_add(zero),
+                    };
                 }
                 put_weights(B::BITS, &u, lane, weights);
             }
@@ -156,17 +179,18 @@ fn put_weights(bits: usize, u: &[u8; CHUNK], lane: usize, out: &mut [u8]) {
         }
         return;
     }
-    let mut low = [0u8; 16];
-    for i in 0..16 {
-        low[i] = u[i] & 0x0f | u[i + 16] << 4;
+    // The low bits of quads j, j + n, ...
+    let (low, n) = if bits < 4 { (2, 2) } else { (4, 4) };
+    for j in 0..n {
+        out[j * LANES + lane] = std::array::from_fn(|b| {
+            let shared = quads[j..].iter().step_by(n).enumerate();
+            shared.fold(0, |byte, (i, quad)| byte | (quad[b] & ((1 << low) - 1)) << (i * low))
+        });
     }
-    for (j, quad) in low.as_chunks::<4>().0.iter().enumerate() {
-        out[j * LANES + lane] = *quad;
-    }
-    let planes = &mut out[4 * LANES..];
-    if bits == 5 {
+    let planes = &mut out[n * LANES..];
+    if bits == low + 1 {
         planes[lane] = std::array::from_fn(|b| {
-            quads.iter().enumerate().fold(0, |byte, (j, quad)| byte | (quad[b] >> 4) << j)
+            quads.iter().enumerate().fold(0, |byte, (j, quad)| byte | (quad[b] >> low) << j)
         });
     }
     if bits == 6 {

@@ -36,9 +36,7 @@ impl Block for Q3K {
     fn unpack(block: &[u8], out: &mut Groups) {
         let (hmask, scales, d) = (&block[..32], &block[96..108], f16_at(block, 108));
         for g in 0..16 {
-            let low = scales[g % 8] >> (4 * (g / 8)) & 0x0f;
-            let high = scales[8 + g % 4] >> (2 * (g / 4)) & 3;
-            out.scale[g] = d * ((low | high << 4) as i8 - 32) as f32;
+            out.scale[g] = d * q3_k_scale(scales, g) as f32;
         }
         two_bits(&block[32..96], &mut out.q);
         for run in 0..8 {
@@ -112,6 +110,14 @@ impl Block for Q6K {
             }
         }
     }
+}
+
+/// The scale of group `g` of sixteen weights in the twelve bytes of a Q3_K block.
+#[inline(always)]
+pub fn q3_k_scale(scales: &[u8], g: usize) -> i8 {
+    let low = scales[g % 8] >> (4 * (g / 8)) & 0x0f;
+    let high = scales[8 + g % 4] >> (2 * (g / 4)) & 3;
+    (low | high << 4) as i8 - 32
 }
 
 /// The six-bit scale and offset of run `run` of 32 weights in the twelve bytes of a Q4_K or Q5_K block.

@@ -13,8 +13,8 @@ mod q5;
 mod q8_0;
 
 pub use interleave::{CHUNK, Interleaved, LANES, interleave, panel_bytes};
-pub use iq4::{Iq4Nl, Iq4Xs};
-pub use k_quants::{Q2K, Q3K, Q4K, Q5K, Q6K, k_scale_min};
+pub use iq4::{IQ4_VALUES, Iq4Nl, Iq4Xs, iq4_xs_scale};
+pub use k_quants::{Q2K, Q3K, Q4K, Q5K, Q6K, k_scale_min, q3_k_scale};
 pub use q4::{Q4_0, Q4_1};
 pub use q5::{Q5_0, Q5_1};
 pub use q8_0::{Q8_0, encode_q8_0};

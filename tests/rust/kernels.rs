@@ -88,7 +88,7 @@ impl Case {
                 let (panel, panels) = (self.panel()?, kernels.panels[self.dtype as usize]?);
                 let part = &panel[panel_bytes(self.dtype, columns.start)?..];
                 // SAFETY: a whole panel's part, a table of this processor.
-                unsafe { (panels.unpack)(part.as_ptr(), columns.len(), &mut tile) };
+                unsafe { (panels.unpack?)(part.as_ptr(), columns.len(), &mut tile) };
             } else {
                 let bytes = self.dtype.row_bytes(columns.start)..self.dtype.row_bytes(columns.end);
                 let rows: Vec<&[u8]> = self.rows.iter().map(|r| &r[bytes.clone()]).collect();

@@ -161,14 +161,14 @@ impl Matmul<'_> {
     /// Fills `tile` with columns `depths` of the rows whose results are `columns`.
     fn unpack(&self, columns: &[usize], depths: Range<usize>, tile: &mut WeightTile, scratch: &mut Vec<u8>) {
         let (weight, dtype) = (&self.linear.weight, self.linear.weight.dtype());
-        let panels = self.kernels.panels[dtype as usize];
+        let unpack = self.kernels.panels[dtype as usize].and_then(|panels| panels.unpack);
         match weight.layout() {
             Layout::Panels => {
-                let panels = panels.expect("panels are made where there are kernels");
+                let unpack = unpack.expect("panels are made where there are kernels");
                 let before = panel_bytes(dtype, depths.start).expect("a type that interleaves");
                 let panel = self.panel(columns[0] / LANES)[before..].as_ptr();
                 // SAFETY: the panel is whole, and so its part; the table is this processor's.
-                unsafe { (panels.unpack)(panel, depths.len(), tile) };
+                unsafe { unpack(panel, depths.len(), tile) };
             }
             Layout::Rows => {
                 let part = dtype.row_bytes(depths.start)..dtype.row_bytes(depths.end);
@@ -176,7 +176,7 @@ impl Matmul<'_> {
                 for (row, column) in rows.iter_mut().zip(columns) {
                     *row = &weight.row(self.row_of(*column))[part.clone()];
                 }
-                let Some(panels) = panels else {
+                let Some(unpack) = unpack else {
                     // SAFETY: the table is this processor's.
                     return unsafe {
                         (self.kernels.unpack_rows)(dtype, &rows[..columns.len()], depths.len(), tile)
@@ -188,7 +188,7 @@ impl Matmul<'_> {
                 // SAFETY: a whole panel of zeros; the table is this processor's.
                 unsafe {
                     (self.kernels.interleave)(dtype, &rows[..columns.len()], scratch);
-                    (panels.unpack)(scratch.as_ptr(), depths.len(), tile);
+                    unpack(scratch.as_ptr(), depths.len(), tile);
                 }
             }
         }

@@ -36,12 +36,12 @@ pub struct Panels {
     /// `panel` points to a whole panel of the kernel's type of `x.n_cols` weights a row; `out` has places for `n` rows of
     /// every token; the operand is quantised; the processor has the kernel's instruction set.
     pub dot: unsafe fn(panel: *const u8, n: usize, x: &Operand, out: *mut f32, stride: usize),
-    /// Fills a tile from a panel.
+    /// Fills a tile from a panel, where there is a [`Gemm`] to read it.
     ///
     /// # Safety
     /// `panel` points to a whole panel of the kernel's type of `n_cols` weights a row; the processor has the kernel's
     /// instruction set.
-    pub unpack: unsafe fn(panel: *const u8, n_cols: usize, tile: &mut WeightTile),
+    pub unpack: Option<UnpackPanel>,
 }
 
 /// Dot products of a tile's first `n` rows with each row of activations, at most [`TOKEN_TILE`]:
@@ -55,6 +55,8 @@ pub type Gemm =
 
 /// `out += Σ a · row`, in order, over whole blocks of each row. Memory is asked for the rows `next` meanwhile.
 pub type AddRows = unsafe fn(dtype: DType, rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]);
+
+pub type UnpackPanel = unsafe fn(panel: *const u8, n_cols: usize, tile: &mut WeightTile);
 
 /// Fills a tile from rows of blocks.
 pub type UnpackRows = unsafe fn(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile);
@@ -150,10 +152,10 @@ fn fastest(gemms: &[Gemm]) -> Gemm {
 /// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance`, `along` and `attention` beside it, and
 /// where the set has them a `const fn(DType) -> Option<Panels>` and [`Gemm`]s.
 macro_rules! table {
-    ($name:literal, $dot_for:ident) => {
+    ($name:expr, $dot_for:ident) => {
         table!($name, $dot_for, no_panels, &[])
     };
-    ($name:literal, $dot_for:ident, $panels_for:ident, $gemms:expr) => {{
+    ($name:expr, $dot_for:ident, $panels_for:ident, $gemms:expr) => {{
         const fn no_panels(_: DType) -> Option<$crate::backend::cpu::kernels::Panels> {
             None
         }
@@ -226,7 +228,7 @@ macro_rules! over_tiles {
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 pub(super) use over_tiles;
 
-/// Forces an instruction set: `scalar`, `avx2`, `avx512` or `neon`.
+/// Forces an instruction set: `scalar`, `avx2`, `avxvnni`, `avx512`, `neon`, `dotprod` or `i8mm`.
 pub const ISA_VARIABLE: &str = "POWERINFER_ISA";
 
 /// The tables that this processor can run, the fastest last.
@@ -237,12 +239,23 @@ pub fn available() -> Vec<&'static Kernels> {
         if super::avx2::is_available() {
             all.push(&super::avx2::KERNELS);
         }
+        if super::avx2::vnni::is_available() {
+            all.push(&super::avx2::vnni::KERNELS);
+        }
         if super::avx512::is_available() {
             all.push(&super::avx512::KERNELS);
         }
     }
     #[cfg(target_arch = "aarch64")]
-    all.push(&super::neon::KERNELS);
+    {
+        all.push(&super::neon::KERNELS);
+        if super::neon::dotprod::is_available() {
+            all.push(&super::neon::dotprod::KERNELS);
+        }
+        if super::neon::i8mm::is_available() {
+            all.push(&super::neon::i8mm::KERNELS);
+        }
+    }
     all
 }
 

@@ -18,10 +18,14 @@ mod matmul;
 mod neon;
 pub mod operand;
 mod ops;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod panels;
 pub mod pool;
 mod portable;
 mod row_sum;
 mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -31,6 +35,8 @@ pub use ops::Cpu;
 pub(crate) fn fetch(bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     x86::fetch(&[bytes.as_ptr()], 0, bytes.len());
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    neon::fetch(&[bytes.as_ptr()], 0, bytes.len());
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = bytes;
 }

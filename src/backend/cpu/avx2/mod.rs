@@ -3,15 +3,19 @@
 //! their zero point is taken off the integer sum of each group; signed bytes lend their sign to the activations.
 
 mod along;
-mod panels;
+mod registers;
+pub mod vnni;
 
 use std::arch::x86_64::*;
 
-use crate::quant::{self, Block, DType, Groups};
+use crate::quant::{self, Block, DType, Groups, Interleaved};
+use crate::with_interleaved;
 
-use crate::backend::cpu::kernels::{Dot, Kernels, Rows, over_tiles, table};
-use crate::backend::cpu::operand::{Operand, QRow};
+use crate::backend::cpu::kernels::{Dot, Kernels, Panels, Rows, over_tiles, table};
+use crate::backend::cpu::operand::{Operand, QRow, WeightTile, WordRow};
+use crate::backend::cpu::panels;
 use crate::backend::cpu::portable;
+use crate::backend::cpu::tiles::{self, GemmTile, instantiate_tiles};
 use crate::backend::cpu::x86::{fetch, with_reader};
 
 pub fn is_available() -> bool {
@@ -21,9 +25,9 @@ pub fn is_available() -> bool {
 portable::instantiate!(all_but_along #[target_feature(enable = "avx2,fma,f16c")]);
 portable::instantiate!(attention #[target_feature(enable = "avx2,fma,f16c")]);
 
-use panels::panels_for;
+instantiate_tiles!(registers::Avx2, #[target_feature(enable = "avx2,fma,f16c")]);
 
-pub static KERNELS: Kernels = table!("avx2", dot_for, panels_for, &[panels::gemm]);
+pub static KERNELS: Kernels = table!("avx2", dot_for, panels_for, &[gemm::<true>]);
 
 const fn dot_for(dtype: DType) -> Dot {
     with_reader!(dtype, Unpacked, Unpacked, floats F => dot_float::<F>, blocks F => dot_quantized::<F>)

@@ -5,16 +5,19 @@
 mod along;
 mod attention;
 mod floats;
-mod panels;
+mod registers;
 mod sixteen;
 
 use std::arch::x86_64::*;
 
-use crate::quant::{self, Block, DType, Groups};
+use crate::quant::{self, Block, DType, Groups, Interleaved};
+use crate::with_interleaved;
 
-use crate::backend::cpu::kernels::{Dot, Kernels, Rows, over_tiles, table};
-use crate::backend::cpu::operand::{Operand, QRow};
+use crate::backend::cpu::kernels::{Dot, Kernels, Panels, Rows, over_tiles, table};
+use crate::backend::cpu::operand::{Operand, QRow, WeightTile, WordRow};
+use crate::backend::cpu::panels;
 use crate::backend::cpu::portable;
+use crate::backend::cpu::tiles::{self, GemmTile, instantiate_tiles};
 use crate::backend::cpu::x86::{fetch, with_reader};
 
 pub fn is_available() -> bool {
@@ -31,10 +34,10 @@ pub fn is_available() -> bool {
 portable::instantiate!(all_but_along #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]);
 
 use floats::{BF16, F16, F32, Floats, dot_float};
-use panels::panels_for;
 
-pub static KERNELS: Kernels =
-    table!("avx512", dot_for, panels_for, &[panels::gemm::<true>, panels::gemm::<false>]);
+instantiate_tiles!(registers::Avx512, #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]);
+
+pub static KERNELS: Kernels = table!("avx512", dot_for, panels_for, &[gemm::<true>, gemm::<false>]);
 
 const fn dot_for(dtype: DType) -> Dot {
     match dtype {

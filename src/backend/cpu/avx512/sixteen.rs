@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 
 use crate::quant::LANES;
 
-use super::panels::{add_chunk, low_bits};
+use super::registers::Avx512;
 use super::*;
 
 /// Blocks whose bytes lie in one cache line at least.
@@ -69,7 +69,9 @@ unsafe fn dot_sixteen(rows: &[*const u8; LANES], next: &[*const u8], x: &Operand
             }
             let scale = _mm512_cvtph_ps(_mm256_loadu_si256(halves.as_ptr().cast()));
             let scales = [(scale, _mm512_setzero_ps()); 2];
-            add_chunk::<quant::Q4_0>(&low_bits(&both), &scales, &x_row, b * quant::Q4_0::LEN, &mut sums);
+            let quads = panels::nibbles::<Avx512>(&both);
+            let at = b * quant::Q4_0::LEN;
+            panels::add_chunk::<Avx512, quant::Q4_0>(&quads, &scales, &x_row, at, &mut sums);
         }
     }
     // SAFETY: the output has a place for every row.

@@ -15,8 +15,9 @@ use super::pool::Parts;
 /// of them, which stays in the second-level cache.
 const DEPTH: usize = 2048;
 const TILES_AT_A_TIME: usize = 8;
-/// Tokens that go with all of these before the next: less than half a megabyte of their words.
-const TOKENS_AT_A_TIME: usize = 96;
+/// Tokens that go with all of these before the next, where tiles choose among them: less than half a megabyte of their words.
+/// Where all are wanted it is one tile of tokens, whose words stay in the first-level cache.
+const TOKENS_TO_CHOOSE_FROM: usize = 96;
 
 /// What each thread keeps from one product to the next.
 #[derive(Default)]
@@ -97,7 +98,7 @@ impl Matmul<'_> {
             let out = self.out.pointer(columns[0], (n_tokens - 1) * self.width + columns.len());
             Tile { columns, tokens: &tokens, out, stride: self.width }
         });
-        self.tiles(x, &tiles.collect::<Vec<_>>(), &mut scratch.weights, &mut scratch.panel);
+        self.tiles(x, &tiles.collect::<Vec<_>>(), TOKEN_TILE, &mut scratch.weights, &mut scratch.panel);
     }
 
     /// For the tokens that want them: columns that are wanted as often share a tile, which takes those tokens that want
@@ -114,7 +115,7 @@ impl Matmul<'_> {
             Tile { columns, tokens, out: results.pointer(start - n, n), stride: LANES }
         });
         let tiles: Vec<_> = tiles.collect();
-        self.tiles(x, &tiles, &mut scratch.weights, &mut scratch.panel);
+        self.tiles(x, &tiles, TOKENS_TO_CHOOSE_FROM, &mut scratch.weights, &mut scratch.panel);
         let columns = &wanted.columns;
         let mut done = vec![0; tiles.len()];
         for t in 0..self.x.n_tokens {
@@ -134,7 +135,14 @@ impl Matmul<'_> {
         }
     }
 
-    fn tiles(&self, x: &Quantized, tiles: &[Tile], weights: &mut Vec<WeightTile>, panel: &mut Vec<u8>) {
+    fn tiles(
+        &self,
+        x: &Quantized,
+        tiles: &[Tile],
+        tokens_at_a_time: usize,
+        weights: &mut Vec<WeightTile>,
+        panel: &mut Vec<u8>,
+    ) {
         let gemm = self.kernels.gemm().expect("activations are words where there are kernels");
         let (n_cols, n_tokens) = (self.x.n_cols, self.x.n_tokens);
         weights.resize_with(TILES_AT_A_TIME, WeightTile::default);
@@ -146,9 +154,9 @@ impl Matmul<'_> {
                 }
                 let row = |t| x.word_row(self.x.first + t, depths.clone(), weights[0].share);
                 let rows: Vec<_> = (0..n_tokens).map(row).collect();
-                for start in (0..n_tokens).step_by(TOKENS_AT_A_TIME) {
+                for start in (0..n_tokens).step_by(tokens_at_a_time) {
                     for (weights, tile) in weights.iter().zip(tiles) {
-                        let tokens = start..start + TOKENS_AT_A_TIME;
+                        let tokens = start..start + tokens_at_a_time;
                         // SAFETY: callers of `run` keep columns apart, and tiles share none; weights and rows have columns
                         // `depths`; the table is this processor's.
                         unsafe { tile.multiply(gemm, weights, &rows, tokens, depth > 0) };

@@ -229,10 +229,14 @@ pub(super) unsafe fn store_sums<R: Registers>(sums: &Sums<R>, n: usize, to: *mut
     let mut all = [0.0f32; LANES];
     // SAFETY: an array of sixteen; the caller's places.
     unsafe {
+        // Without a copy of unknown length wherever there is room.
+        let at = if n == LANES { to } else { all.as_mut_ptr() };
         for part in 0..parts::<R>() {
-            R::store_floats(all.as_mut_ptr().add(part * R::WIDTH), sums[part]);
+            R::store_floats(at.add(part * R::WIDTH), sums[part]);
         }
-        std::ptr::copy_nonoverlapping(all.as_ptr(), to, n);
+        if n < LANES {
+            std::ptr::copy_nonoverlapping(all.as_ptr(), to, n);
+        }
     }
 }
 

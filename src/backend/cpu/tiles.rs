@@ -49,10 +49,13 @@ unsafe fn load_sums<R: Registers>(from: *const f32, n: usize) -> Sums<R> {
     let mut all = [0.0f32; LANES];
     // SAFETY: an array of sixteen; the caller's places.
     unsafe {
-        std::ptr::copy_nonoverlapping(from, all.as_mut_ptr(), n);
+        if n < LANES {
+            std::ptr::copy_nonoverlapping(from, all.as_mut_ptr(), n);
+        }
+        let at = if n == LANES { from } else { all.as_ptr() };
         let mut sums = [R::splat_float(0.0); PARTS];
         for part in 0..parts::<R>() {
-            sums[part] = R::load_floats(all.as_ptr().add(part * R::WIDTH));
+            sums[part] = R::load_floats(at.add(part * R::WIDTH));
         }
         sums
     }

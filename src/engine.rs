@@ -39,6 +39,8 @@ pub struct EngineOptions {
     pub kv_type: Option<DType>,
     /// None: where memory allows. See [`Options::interleave`].
     pub interleave: Option<bool>,
+    /// Whether to count how often each neuron fires.
+    pub count_neurons: bool,
 }
 
 /// Names a sequence of one engine.
@@ -123,7 +125,15 @@ impl Engine {
             return Err(Error::argument("kv_type", "q8_0", expected));
         }
         let kv = KvShape { n_layers: c.n_layers, n_kv_heads: c.n_kv_heads, head_dim: c.head_dim, dtype };
-        let stats = Stats { layers: vec![Counts::default(); c.n_layers], ..Stats::default() };
+        let counts = match options.count_neurons {
+            true if model.sparsity == Sparsity::Dense => {
+                let expected = "a model that runs predicted or exact: in dense mode no neuron is off";
+                return Err(Error::argument("count_neurons", "dense mode", expected));
+            }
+            true => Counts::one_by_one(c.n_ff),
+            false => Counts::default(),
+        };
+        let stats = Stats { layers: vec![counts; c.n_layers], ..Stats::default() };
         Ok(Self {
             gguf: Arc::new(gguf),
             model,
@@ -173,8 +183,11 @@ impl Engine {
     }
 
     pub fn reset_stats(&mut self) {
-        self.stats =
-            Stats { layers: vec![Counts::default(); self.model.config.n_layers], ..Stats::default() };
+        let counts = |layer: &Counts| match &layer.fired {
+            Some(fired) => Counts::one_by_one(fired.len()),
+            None => Counts::default(),
+        };
+        self.stats = Stats { layers: self.stats.layers.iter().map(counts).collect(), ..Stats::default() };
     }
 
     /// Bytes of the KV cache blocks in use; shared ones count once.

@@ -21,7 +21,10 @@ __all__ = [
     "decode_tensor",
     "inspect",
     "instruction_sets",
+    "plan",
+    "read_gpu_index",
     "streaming_read",
+    "write_gpu_index",
 ]
 
 class PowerInferError(Exception):
@@ -109,9 +112,13 @@ class Engine:
         activation: str | None = None,
         kv_type: str = "f16",
         interleave: bool | None = None,
+        count_neurons: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> Engine:
-        """Load a model; `progress` is called with layers done and layers in all."""
+        """Load a model; `progress` is called with layers done and layers in all.
+
+        With `count_neurons` it counts how often each FFN neuron fires, for `fired`.
+        """
 
     def metadata(self) -> dict[str, Any]:
         """The file's keys and values."""
@@ -121,6 +128,13 @@ class Engine:
 
     def stats(self) -> Stats:
         """What this engine has done."""
+
+    def fired(self) -> list[NDArray[np.uint64]]:
+        """How often each neuron has fired, (n_ff,) a layer.
+
+        Raises:
+            InvalidArgumentError: The engine was made without `count_neurons`.
+        """
 
     def reset_stats(self) -> None:
         """Start counting anew."""
@@ -156,6 +170,83 @@ class Engine:
         Returns:
             The wanted logits, float32 of shape (wanted, n_vocab), in the batch's order.
         """
+
+@type_check_only
+class PlacedBytes(TypedDict):
+    """Bytes that a plan puts on a device, by part."""
+
+    overhead: int
+    attention: int
+    cache: int
+    predictors: int
+    head: int
+    neurons: int
+
+@type_check_only
+class DevicePlan(TypedDict):
+    """What a plan puts on one device. A device has a range of layers of its own."""
+
+    layers: tuple[int, int]
+    n_attention: int
+    n_predictors: int
+    head: bool
+    bytes: PlacedBytes
+    coverage: float
+    hot: list[NDArray[np.uint32]]
+
+@type_check_only
+class GpuIndex(TypedDict):
+    """A `.gpuidx`: the hot neurons' numbers, ascending, a layer each; bytes of GPU memory that they were chosen for."""
+
+    capacity: int
+    hot: list[NDArray[np.uint32]]
+
+def plan(
+    path: str | PathLike[str],
+    counts: list[NDArray[np.uint64]],
+    budgets: list[int],
+    *,
+    n_ctx: int,
+    kv_type: str = "f16",
+    context_bytes: int = 0,
+    least: int = 1,
+) -> list[DevicePlan]:
+    """Plan what of a model goes to devices of so much memory; nothing is loaded.
+
+    First attention with its cache, then predictors, then the head; the rest goes to the neurons that fire most.
+
+    Args:
+        path: A GGUF file.
+        counts: How often each neuron fired, (n_ff,) a layer.
+        budgets: Bytes of each device's memory; layers are shared out by range in proportion.
+        n_ctx: Positions that the cache is for.
+        kv_type: "f32", "f16" or "q8_0".
+        context_bytes: Bytes that a device takes for its own context.
+        least: The fewest neurons of a layer that are worth handing over to a device; a layer has none, or so many.
+
+    Returns:
+        A plan for each device. `coverage` is the share of its layers' activations that falls on its neurons.
+
+    Raises:
+        InvalidArgumentError: Counts don't fit the model.
+    """
+
+def read_gpu_index(path: str | PathLike[str], n_layers: int, n_ff: int) -> GpuIndex:
+    """Read PowerInfer's `.gpuidx` of a model of `n_layers` layers of `n_ff` neurons.
+
+    Raises:
+        ModelFormatError: The file is broken, or another model's.
+    """
+
+def write_gpu_index(path: str | PathLike[str], hot: list[NDArray[np.uint32]], n_ff: int, capacity: int) -> None:
+    """Write a `.gpuidx` as PowerInfer's own writer does.
+
+    Args:
+        path: The file; what is there is replaced once the new one is whole.
+        hot: The hot neurons' numbers, ascending, a layer each.
+        n_ff: Neurons of a layer.
+        capacity: Bytes of GPU memory that they were chosen for.
+    """
 
 def inspect(path: str | PathLike[str]) -> FileInfo:
     """Read a file's header: keys, and of each tensor name, type, dimensions (innermost first) and bytes."""

@@ -44,6 +44,7 @@ class Engine:
         interleave: Whether weights are copied into large pages, with sixteen rows side by side where all are read: it
             is faster. False leaves the file mapped in place, None copies where that is known to take no more than half
             of the free memory. The text is the same.
+        count_neurons: Count how often each FFN neuron fires, for `powerinfer_rs.workshop`.
         progress: Called with layers loaded and layers in all.
 
     Raises:
@@ -73,6 +74,7 @@ class Engine:
         vram_budget: float | None = None,
         seed: int | None = None,
         interleave: bool | None = None,
+        count_neurons: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         _check_device(device, vram_budget)
@@ -98,6 +100,7 @@ class Engine:
             activation=activation,
             kv_type=kv_type,
             interleave=interleave,
+            count_neurons=count_neurons,
             progress=progress,
         )
         info = self._engine.info()

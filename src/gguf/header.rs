@@ -32,7 +32,7 @@ pub enum Magic {
 pub struct TensorInfo {
     pub name: String,
     pub dtype: DType,
-    /// Innermost first, as GGUF has them; 1 to 4 of them, none zero.
+    /// Innermost first, as GGUF has them; 1 to 4 of them, none zero but in indices, of which there may be none.
     pub dims: Vec<usize>,
     /// Where the data lies in the file.
     pub range: Range<usize>,
@@ -230,13 +230,9 @@ fn parse_infos(r: &mut Reader, n_tensors: usize) -> Result<Vec<RawInfo>> {
             let dim = r.u64(&format!("{field} (dims)"))?;
             let product = usize::try_from(dim).ok().and_then(|d| n_values.checked_mul(d));
             match product {
-                Some(p) if dim > 0 => n_values = p,
-                _ => {
-                    return r.bad(
-                        field,
-                        format!("dimension {dim}"),
-                        "above 0, with a product that fits memory",
-                    );
+                Some(p) => n_values = p,
+                None => {
+                    return r.bad(field, format!("dimension {dim}"), "a product that fits memory");
                 }
             }
             dims.push(dim as usize);
@@ -246,6 +242,9 @@ fn parse_infos(r: &mut Reader, n_tensors: usize) -> Result<Vec<RawInfo>> {
             let known: Vec<_> = DType::ALL.iter().map(|t| t.name()).collect();
             Error::unsupported(r.file, &field, got, format!("one of {}", known.join(", ")))
         })?;
+        if n_values == 0 && dtype != DType::I32 {
+            return r.bad(field, "dimension 0", "dimensions above 0");
+        }
         let block = dtype.block_len();
         if !dims[0].is_multiple_of(block) {
             return r.bad(

@@ -1,10 +1,11 @@
 //! GGUF files: keys, and tensors as views into the mapped bytes.
 //!
 //! [`header`] parses bytes and trusts nothing; this module maps files, follows split ones to their other parts and
-//! hands out matrices. It uses `error` and `quant` only.
+//! hands out matrices; [`write`] makes files. It uses `error` and `quant` only.
 
 pub mod header;
 mod value;
+pub mod write;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -176,6 +177,13 @@ impl Gguf {
 
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
         self.tensors.get(name).map(|(p, i)| &self.parts[*p].header.tensors[*i])
+    }
+
+    /// The bytes of the tensor `name`.
+    pub fn bytes(&self, name: &str) -> Option<&[u8]> {
+        let (p, i) = *self.tensors.get(name)?;
+        let part = &self.parts[p];
+        Some(&part.source.as_slice()[part.header.tensors[i].range.clone()])
     }
 
     /// The tensor `name` as a matrix: its first dimension is a row, all others count rows.

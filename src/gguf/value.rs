@@ -25,6 +25,11 @@ impl ValueKind {
         [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64].get(id as usize).copied()
     }
 
+    /// GGUF's number for the kind: they are declared in its order.
+    pub fn id(self) -> u32 {
+        self as u32
+    }
+
     /// The fewest bytes that a value of this kind takes in a file.
     pub fn min_bytes(self) -> usize {
         use ValueKind::*;
@@ -58,6 +63,29 @@ impl Array {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    fn element_kind(&self) -> ValueKind {
+        match self {
+            Array::Scalars { kind, .. } => *kind,
+            Array::Strings(_) => ValueKind::String,
+            Array::Arrays(_) => ValueKind::Array,
+        }
+    }
+
+    fn write(&self, out: &mut Vec<u8>) {
+        out.extend(self.element_kind().id().to_le_bytes());
+        out.extend((self.len() as u64).to_le_bytes());
+        match self {
+            Array::Scalars { bytes, .. } => out.extend(bytes),
+            Array::Strings(v) => v.iter().for_each(|s| write_string(s, out)),
+            Array::Arrays(v) => v.iter().for_each(|array| array.write(out)),
+        }
+    }
+}
+
+fn write_string(s: &str, out: &mut Vec<u8>) {
+    out.extend((s.len() as u64).to_le_bytes());
+    out.extend(s.as_bytes());
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -98,6 +126,35 @@ impl Value {
             },
             ValueKind::String | ValueKind::Array => return None,
         })
+    }
+
+    /// Appends kind and value as a file has them.
+    pub fn write(&self, out: &mut Vec<u8>) {
+        let mut put = |kind: ValueKind, bytes: &[u8]| {
+            out.extend(kind.id().to_le_bytes());
+            out.extend(bytes);
+        };
+        match self {
+            Value::U8(v) => put(ValueKind::U8, &v.to_le_bytes()),
+            Value::I8(v) => put(ValueKind::I8, &v.to_le_bytes()),
+            Value::U16(v) => put(ValueKind::U16, &v.to_le_bytes()),
+            Value::I16(v) => put(ValueKind::I16, &v.to_le_bytes()),
+            Value::U32(v) => put(ValueKind::U32, &v.to_le_bytes()),
+            Value::I32(v) => put(ValueKind::I32, &v.to_le_bytes()),
+            Value::U64(v) => put(ValueKind::U64, &v.to_le_bytes()),
+            Value::I64(v) => put(ValueKind::I64, &v.to_le_bytes()),
+            Value::F32(v) => put(ValueKind::F32, &v.to_le_bytes()),
+            Value::F64(v) => put(ValueKind::F64, &v.to_le_bytes()),
+            Value::Bool(v) => put(ValueKind::Bool, &[*v as u8]),
+            Value::String(v) => {
+                put(ValueKind::String, &[]);
+                write_string(v, out);
+            }
+            Value::Array(v) => {
+                put(ValueKind::Array, &[]);
+                v.write(out);
+            }
+        }
     }
 
     /// An unsigned integer of any width, or a signed one that isn't negative.

@@ -5,6 +5,7 @@
 
 pub mod arch;
 pub mod config;
+pub mod demand;
 pub mod forward;
 pub mod kv_cache;
 mod layout;

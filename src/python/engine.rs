@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
 
 use crate::backend::Activation;
 use crate::engine::{self, EngineOptions, Request};
@@ -68,7 +68,7 @@ impl Engine {
     }
 }
 
-fn parse_kv_type(name: &str) -> Result<DType> {
+pub fn parse_kv_type(name: &str) -> Result<DType> {
     match name {
         "f32" => Ok(DType::F32),
         "f16" => Ok(DType::F16),
@@ -80,7 +80,7 @@ fn parse_kv_type(name: &str) -> Result<DType> {
 #[pymethods]
 impl Engine {
     #[new]
-    #[pyo3(signature = (path, *, threads=None, n_ctx=None, sparsity="auto", sparse_threshold=None, activation=None, kv_type="f16", interleave=None, progress=None))]
+    #[pyo3(signature = (path, *, threads=None, n_ctx=None, sparsity="auto", sparse_threshold=None, activation=None, kv_type="f16", interleave=None, count_neurons=false, progress=None))]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -91,6 +91,7 @@ impl Engine {
         activation: Option<&str>,
         kv_type: &str,
         interleave: Option<bool>,
+        count_neurons: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let mut stopped = None;
@@ -103,6 +104,7 @@ impl Engine {
                 activation: activation.map(Activation::parse).transpose()?,
                 kv_type: Some(parse_kv_type(kv_type)?),
                 interleave,
+                count_neurons,
             };
             engine::Engine::open(&path, &options, &mut |done, all| {
                 stopped = Python::attach(|py| {
@@ -166,6 +168,17 @@ impl Engine {
         out.set_item("active", active.collect::<Vec<_>>())?;
         out.set_item("kv_bytes", kv_bytes)?;
         Ok(out)
+    }
+
+    fn fired<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let fired = enter(py, || {
+            let held = self.hold()?;
+            let layers = held.engine.stats().layers.iter();
+            layers.map(|counts| counts.fired.clone()).collect::<Option<Vec<_>>>().ok_or_else(|| {
+                Error::argument("count_neurons", "false when the engine was made", "true, to count neurons")
+            })
+        })?;
+        PyList::new(py, fired.into_iter().map(|counts| counts.into_pyarray(py)))
     }
 
     fn reset_stats(&self, py: Python<'_>) -> PyResult<()> {

@@ -3,6 +3,7 @@
 mod engine;
 mod error;
 mod files;
+mod split;
 
 use pyo3::prelude::*;
 
@@ -13,5 +14,8 @@ fn _engine(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(files::decode_tensor, m)?)?;
     m.add_function(wrap_pyfunction!(files::streaming_read, m)?)?;
     m.add_function(wrap_pyfunction!(files::instruction_sets, m)?)?;
+    m.add_function(wrap_pyfunction!(split::plan, m)?)?;
+    m.add_function(wrap_pyfunction!(split::read_gpu_index, m)?)?;
+    m.add_function(wrap_pyfunction!(split::write_gpu_index, m)?)?;
     error::register(m)
 }

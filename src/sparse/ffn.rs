@@ -79,6 +79,7 @@ impl Ffn {
                     }
                 };
                 let active = self.run_active(b, down, n_tokens, x, scratch, out);
+                counts.add_fired(&scratch.neurons);
                 (predicted.unwrap_or(active), active)
             }
         };

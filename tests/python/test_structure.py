@@ -23,7 +23,8 @@ PYTHON_ROOMS = {
     "models": 1,
     "speculation": 2,
     "engine": 3,
-    "cli": 4,
+    "workshop": 4,
+    "cli": 5,
 }
 
 

@@ -6,6 +6,7 @@ mod gguf;
 mod kernels;
 mod model;
 mod mutation;
+mod placement;
 mod pool;
 
 #[global_allocator]

@@ -13,7 +13,7 @@ from typing import NoReturn
 import typer
 
 from .._engine import PowerInferError
-from . import bench, generate, inspect, options, tokenize
+from . import bench, generate, inspect, options, split, tokenize
 
 app = typer.Typer(
     name="powerinfer",
@@ -27,6 +27,7 @@ app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
 app.command("tokenize")(tokenize.tokenize)
 app.command("bench")(bench.bench)
+app.command("split")(split.split)
 
 
 @app.callback()

@@ -1,0 +1,6 @@
+"""The workshop: what prepares models and measures them."""
+
+from .activations import load_counts, profile
+from .splits import Split, split
+
+__all__ = ["Split", "load_counts", "profile", "split"]

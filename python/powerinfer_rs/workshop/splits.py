@@ -1,0 +1,125 @@
+"""Splits: which neurons of a model live on a GPU of so much memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _engine
+from .._engine import InvalidArgumentError
+from ..arguments import check_number, check_whole
+from .activations import Counts
+
+if TYPE_CHECKING:
+    from .._engine import DevicePlan
+
+#: What a GPU takes for its own context before anything is placed on it.
+CONTEXT_BYTES = 512 << 20
+#: The fewest neurons of a layer that are worth handing over to a GPU.
+LEAST = 64
+
+
+@dataclass(frozen=True)
+class Split:
+    """A plan for each GPU, and what it was made for.
+
+    Attributes:
+        devices: One plan a GPU.
+        budgets: Bytes of each GPU's memory.
+        n_ff: Neurons of a layer.
+    """
+
+    devices: list[DevicePlan]
+    budgets: list[int]
+    n_ff: int
+
+    @property
+    def hot(self) -> list[NDArray[np.uint32]]:
+        """The numbers of the neurons on a GPU, ascending, (hot,) a layer."""
+        return [hot for device in self.devices for hot in device["hot"]]
+
+    @property
+    def neuron_bytes(self) -> int:
+        """Bytes of the neurons on GPUs: what a `.gpuidx` calls its capacity."""
+        return sum(device["bytes"]["neurons"] for device in self.devices)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write PowerInfer's `.gpuidx`; what is there is replaced once the new one is whole."""
+        _engine.write_gpu_index(path, self.hot, self.n_ff, self.neuron_bytes)
+
+
+def gpu_index_path(model: str | os.PathLike[str]) -> Path:
+    """Where a model's split is kept: `MODEL.generated.gpuidx`."""
+    return Path(f"{os.fspath(model)}.generated.gpuidx")
+
+
+def shape(model: str | os.PathLike[str]) -> tuple[int, int, int]:
+    """A model's layers, neurons of each, and the context it was trained for."""
+    keys = _engine.inspect(model)["metadata"]
+    arch = keys.get("general.architecture")
+    numbers = [keys.get(f"{arch}.{name}") for name in ("block_count", "feed_forward_length", "context_length")]
+    n_layers, n_ff, n_ctx = (n if isinstance(n, int) else 0 for n in numbers)
+    if not n_layers or not n_ff:
+        raise _engine.ModelFormatError(
+            f"{model}: key {arch}.block_count: got {numbers[0]}, and {numbers[1]} for feed_forward_length, "
+            "expected whole numbers above 0"
+        )
+    return n_layers, n_ff, n_ctx or 2048
+
+
+def split(
+    model: str | os.PathLike[str],
+    counts: Counts,
+    budgets_gb: list[float],
+    *,
+    n_ctx: int | None = None,
+    kv_type: str = "f16",
+    context_bytes: int = CONTEXT_BYTES,
+    least: int = LEAST,
+) -> Split:
+    """Choose what of a model goes to GPUs of so much memory; nothing is loaded.
+
+    First attention with its cache, then predictors, then the head; the rest goes to the neurons that fire most.
+
+    Args:
+        model: A GGUF file.
+        counts: How often each neuron fired, (n_ff,) a layer: of `load_counts` or `profile`.
+        budgets_gb: Memory of each GPU in GB (2^30 bytes).
+        n_ctx: Positions of the cache; none for what the model was trained for.
+        kv_type: "f16", "q8_0" or "f32".
+        context_bytes: What a GPU takes for its own context.
+        least: The fewest neurons of a layer that are worth handing over; a layer has none on a GPU, or so many.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InvalidArgumentError: A budget is no number above 0, or counts don't fit the model.
+    """
+    if not budgets_gb:
+        raise InvalidArgumentError("budgets_gb: got none, expected the memory of one GPU at least")
+    for budget in budgets_gb:
+        check_number("budgets_gb", budget)
+        if not 0 <= budget < 2**20:
+            raise InvalidArgumentError(f"budgets_gb: got {budget}, expected GB from 0 on")
+    check_whole("context_bytes", context_bytes, 0, 2**50)
+    check_whole("least", least, 1, 2**24)
+    if n_ctx is not None:
+        check_whole("n_ctx", n_ctx, 1, 2**31 - 1)
+    _, n_ff, n_ctx_train = shape(model)
+    budgets = [int(budget * 2**30) for budget in budgets_gb]
+    devices = _engine.plan(
+        model,
+        counts,
+        budgets,
+        n_ctx=n_ctx or n_ctx_train,
+        kv_type=kv_type,
+        context_bytes=context_bytes,
+        least=least,
+    )
+    return Split(devices, budgets, n_ff)

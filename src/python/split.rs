@@ -1,0 +1,117 @@
+//! Splits of neurons between devices: plans, and PowerInfer's files of them.
+
+use std::path::PathBuf;
+
+use numpy::{IntoPyArray, PyReadonlyArray1};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::gguf::Gguf;
+use crate::model::demand::demand;
+use crate::sparse::gpu_index::GpuIndex;
+use crate::sparse::placement::{DevicePlan, place};
+use crate::{Error, Result};
+
+use super::engine::parse_kv_type;
+use super::error::enter;
+
+/// Numbers of any memory layout, as a vector.
+fn vector<T: numpy::Element + Copy>(array: &PyReadonlyArray1<T>) -> Vec<T> {
+    array.as_array().iter().copied().collect()
+}
+
+fn vectors<T: numpy::Element + Copy>(arrays: &[PyReadonlyArray1<T>]) -> Vec<Vec<T>> {
+    arrays.iter().map(vector).collect()
+}
+
+fn hot_list<'py>(py: Python<'py>, hot: Vec<Vec<u32>>) -> PyResult<Bound<'py, PyList>> {
+    PyList::new(py, hot.into_iter().map(|hot| hot.into_pyarray(py)))
+}
+
+fn plan_dict<'py>(py: Python<'py>, plan: DevicePlan, coverage: f64) -> PyResult<Bound<'py, PyDict>> {
+    let out = PyDict::new(py);
+    out.set_item("layers", (plan.layers.start, plan.layers.end))?;
+    out.set_item("n_attention", plan.n_attention)?;
+    out.set_item("n_predictors", plan.n_predictors)?;
+    out.set_item("head", plan.head)?;
+    let bytes = PyDict::new(py);
+    for (name, n) in [
+        ("overhead", plan.bytes.overhead),
+        ("attention", plan.bytes.attention),
+        ("cache", plan.bytes.cache),
+        ("predictors", plan.bytes.predictors),
+        ("head", plan.bytes.head),
+        ("neurons", plan.bytes.neurons),
+    ] {
+        bytes.set_item(name, n)?;
+    }
+    out.set_item("bytes", bytes)?;
+    out.set_item("coverage", coverage)?;
+    out.set_item("hot", hot_list(py, plan.hot)?)?;
+    Ok(out)
+}
+
+/// Plans devices: see `_engine.pyi`.
+#[pyfunction]
+#[pyo3(signature = (path, counts, budgets, *, n_ctx, kv_type="f16", context_bytes=0, least=1))]
+pub fn plan<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    counts: Vec<PyReadonlyArray1<'py, u64>>,
+    budgets: Vec<u64>,
+    n_ctx: usize,
+    kv_type: &str,
+    context_bytes: u64,
+    least: usize,
+) -> PyResult<Bound<'py, PyList>> {
+    let counts = vectors(&counts);
+    let plans = enter(py, || -> Result<Vec<(DevicePlan, f64)>> {
+        let gguf = Gguf::open(&path)?;
+        let demand = demand(&gguf, n_ctx, parse_kv_type(kv_type)?, context_bytes, counts)?;
+        let with_coverage = |plan: DevicePlan| {
+            let coverage = plan.coverage(&demand);
+            (plan, coverage)
+        };
+        Ok(place(&demand, &budgets, least)?.into_iter().map(with_coverage).collect())
+    })?;
+    let dicts: Vec<_> =
+        plans.into_iter().map(|(plan, coverage)| plan_dict(py, plan, coverage)).collect::<PyResult<_>>()?;
+    PyList::new(py, dicts)
+}
+
+/// Reads a `.gpuidx`: see `_engine.pyi`.
+#[pyfunction]
+pub fn read_gpu_index(
+    py: Python<'_>,
+    path: PathBuf,
+    n_layers: usize,
+    n_ff: usize,
+) -> PyResult<Bound<'_, PyDict>> {
+    let index = enter(py, || GpuIndex::read(&path, n_layers, n_ff))?;
+    let out = PyDict::new(py);
+    out.set_item("capacity", index.capacity)?;
+    out.set_item("hot", hot_list(py, index.hot)?)?;
+    Ok(out)
+}
+
+/// Writes a `.gpuidx`: see `_engine.pyi`.
+#[pyfunction]
+pub fn write_gpu_index(
+    py: Python<'_>,
+    path: PathBuf,
+    hot: Vec<PyReadonlyArray1<u32>>,
+    n_ff: usize,
+    capacity: u64,
+) -> PyResult<()> {
+    let hot = vectors(&hot);
+    enter(py, || {
+        for (layer, hot) in hot.iter().enumerate() {
+            let is_sound = hot.is_sorted_by(|a, b| a < b) && hot.last().is_none_or(|n| (*n as usize) < n_ff);
+            if !is_sound {
+                let expected = format!("numbers from 0 to {}, ascending, each once", n_ff - 1);
+                return Err(Error::argument("hot", format!("layer {layer}"), expected));
+            }
+        }
+        GpuIndex { capacity, n_ff, hot }.write(&path)
+    })
+}

@@ -183,10 +183,10 @@ def main():
             for p in peers:
                 times[p.name].append(p.run(ids, a.prompt))
         speed = {
-            who: (a.prompt / statistics.median(t[0] for t in all), a.decode / statistics.median(t[1] for t in all))
-            for who, all in times.items()
+            who: (a.prompt / statistics.median(t[0] for t in took), a.decode / statistics.median(t[1] for t in took))
+            for who, took in times.items()
         }
-        base = speed.get(LlamaCpp.name, first)
+        base = speed.get(LlamaCpp.name) or speed.get(PowerInfer.name) or first
         first = first or base
         for who, (prefill, decode) in speed.items():
             ratio = f"{prefill / base[0]:.2f}, {decode / base[1]:.2f}" if base else ""

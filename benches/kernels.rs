@@ -104,11 +104,11 @@ fn add_rows(c: &mut Criterion) {
         for dtype in types() {
             let bytes = weights(dtype);
             let mut out = vec![0.0f32; N_COLS];
-            for density in [1, 3, 10] {
-                // Every density-th row is on, as neurons would be.
+            for one_in in [1, 3, 10] {
+                // One row in so many is on, as neurons would be.
                 let on: Vec<(&[u8], f32)> =
-                    bytes.chunks(dtype.row_bytes(N_COLS)).step_by(density).map(|row| (row, 1e-3)).collect();
-                let name = format!("add_rows/{}/1-in-{density}", kernels.name);
+                    bytes.chunks(dtype.row_bytes(N_COLS)).step_by(one_in).map(|row| (row, 1e-3)).collect();
+                let name = format!("add_rows/{}/1-in-{one_in}", kernels.name);
                 let mut group = c.benchmark_group(name);
                 group.throughput(Throughput::Bytes((on.len() * on[0].0.len()) as u64)).sample_size(10);
                 group.bench_function(BenchmarkId::from_parameter(dtype.name()), |b| {

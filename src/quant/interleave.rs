@@ -6,6 +6,8 @@
 //! and j + 6; a bit more, or two, lie in planes of their own. A panel is as long as its rows were, except in Q3_K, Q4_K,
 //! Q5_K and IQ4_XS, whose six-bit scales become bytes.
 
+use crate::with_block;
+
 use super::{
     Block, DType, Groups, IQ4_VALUES, Iq4Nl, Iq4Xs, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0,
     iq4_xs_scale, k_scale_min, q3_k_scale,
@@ -16,7 +18,7 @@ pub const LANES: usize = 16;
 /// Weights in a chunk of a panel.
 pub const CHUNK: usize = 32;
 
-/// A format whose rows can lie side by side.
+/// How a format's rows lie side by side.
 pub trait Interleaved: Block {
     /// What makes a weight unsigned is two to this power.
     const ZERO_BITS: Option<u32>;
@@ -105,31 +107,16 @@ interleaved! {
         |b, chunk| [iq4_xs_scale(b, chunk) as u8 as u16, 0];
 }
 
-/// Calls `$body` with `$block` bound to the block type of a [`DType`] that interleaves; others take `$other`.
-#[macro_export]
-macro_rules! with_interleaved {
-    ($dtype:expr, $block:ident => $body:expr, _ => $other:expr) => {
-        $crate::with_interleaved!(@ $dtype, $block, $body, $other,
-            Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2K Q3K Q4K Q5K Q6K Iq4Nl Iq4Xs)
-    };
-    (@ $dtype:expr, $block:ident, $body:expr, $other:expr, $($name:ident)*) => {
-        match $dtype {
-            $($crate::quant::DType::$name => { type $block = $crate::quant::$name; $body })*
-            _ => $other,
-        }
-    };
-}
-
-/// Bytes of a panel of rows of `n_cols`; none where the format's rows stay rows.
+/// Bytes of a panel of rows of `n_cols`; none for float types, whose rows stay rows.
 pub fn panel_bytes(dtype: DType, n_cols: usize) -> Option<usize> {
-    with_interleaved!(dtype, B => Some(n_cols / B::LEN * B::SPAN_BYTES), _ => None)
+    with_block!(dtype, B => Some(n_cols / B::LEN * B::SPAN_BYTES), _ => None)
 }
 
 /// Writes a panel of `rows`, at most [`LANES`], into `out`, which must be zero: lanes without a row stay zeros.
-/// Panics where the format doesn't interleave or a length is wrong.
+/// Panics where the type is a float type or a length is wrong.
 #[inline(always)]
 pub fn interleave(dtype: DType, rows: &[&[u8]], out: &mut [u8]) {
-    with_interleaved!(dtype, B => interleave_blocks::<B>(rows, out), _ => unreachable!("the type doesn't interleave"));
+    with_block!(dtype, B => interleave_blocks::<B>(rows, out), _ => unreachable!("float types don't interleave"));
 }
 
 #[inline(always)]

@@ -38,6 +38,13 @@ impl Groups {
         Self { q: [0; 256], scale: [0.0; 16], min: [0.0; 16] }
     }
 
+    /// Scale and offset of the `share`-th weights of `B` that share them.
+    #[inline(always)]
+    pub fn of_share<B: Block>(&self, share: usize) -> (f32, f32) {
+        let at = share * B::SHARE / GROUP;
+        (self.scale[at], if B::HAS_MIN { self.min[at] } else { 0.0 })
+    }
+
     /// Sets scale and offset of every group from `from` up to `to`.
     #[inline(always)]
     fn fill(&mut self, from: usize, to: usize, scale: f32, min: f32) {

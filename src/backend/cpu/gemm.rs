@@ -16,7 +16,7 @@ use super::pool::Parts;
 const DEPTH: usize = 2048;
 const TILES_AT_A_TIME: usize = 8;
 /// Tokens that go with all of these before the next, where tiles choose among them: less than half a megabyte of their words.
-/// Where all are wanted it is one tile of tokens, whose words stay in the first-level cache.
+/// Where all are wanted it is one tile of tokens, which measures a little faster.
 const TOKENS_TO_CHOOSE_FROM: usize = 96;
 
 /// What each thread keeps from one product to the next.
@@ -79,31 +79,47 @@ impl Tile<'_> {
 }
 
 impl Matmul<'_> {
-    /// Computes columns `columns` from words. What no token wants is zero.
-    pub(super) fn many(&self, x: &Quantized, columns: Range<usize>) {
+    /// Computes columns `columns` from words. What a token doesn't want is zero, or the product where others of its tile want
+    /// it, before the bias.
+    ///
+    /// # Safety
+    /// As [`Matmul::run`].
+    pub(super) unsafe fn many(&self, x: &Quantized, columns: Range<usize>) {
         SCRATCH.with_borrow_mut(|scratch| {
             match self.neurons.and_then(|neurons| Wanted::new(neurons, self.width, columns.clone())) {
-                None => self.all(x, columns.clone(), scratch),
-                Some(wanted) => self.wanted(x, &wanted, scratch),
+                // SAFETY: as the caller promises.
+                None => unsafe { self.all(x, columns.clone(), scratch) },
+                // SAFETY: as above.
+                Some(wanted) => unsafe { self.wanted(x, &wanted, scratch) },
             }
         });
-        self.add_bias(0..self.x.n_tokens, columns.start, columns.len());
+        // SAFETY: as the caller promises.
+        unsafe { self.add_bias(0..self.x.n_tokens, columns.start, columns.len()) };
     }
 
     /// For every token.
-    fn all(&self, x: &Quantized, columns: Range<usize>, scratch: &mut Scratch) {
+    ///
+    /// # Safety
+    /// As [`Matmul::run`].
+    unsafe fn all(&self, x: &Quantized, columns: Range<usize>, scratch: &mut Scratch) {
         let n_tokens = self.x.n_tokens;
         let (columns, tokens): (Vec<usize>, Vec<usize>) = (columns.collect(), (0..n_tokens).collect());
         let tiles = columns.chunks(LANES).map(|columns| {
             let out = self.out.pointer(columns[0], (n_tokens - 1) * self.width + columns.len());
             Tile { columns, tokens: &tokens, out, stride: self.width }
         });
-        self.tiles(x, &tiles.collect::<Vec<_>>(), TOKEN_TILE, &mut scratch.weights, &mut scratch.panel);
+        // SAFETY: the tiles' results are these columns, each in one tile, and nobody else has them.
+        unsafe {
+            self.tiles(x, &tiles.collect::<Vec<_>>(), TOKEN_TILE, &mut scratch.weights, &mut scratch.panel);
+        }
     }
 
     /// For the tokens that want them: columns that are wanted as often share a tile, which takes those tokens that want
     /// one of its columns.
-    fn wanted(&self, x: &Quantized, wanted: &Wanted, scratch: &mut Scratch) {
+    ///
+    /// # Safety
+    /// As [`Matmul::run`].
+    unsafe fn wanted(&self, x: &Quantized, wanted: &Wanted, scratch: &mut Scratch) {
         let order = wanted.order();
         let tokens: Vec<Vec<usize>> =
             order.chunks(LANES).map(|columns| wanted.tokens(columns).collect()).collect();
@@ -115,11 +131,12 @@ impl Matmul<'_> {
             Tile { columns, tokens, out: results.pointer(start - n, n), stride: LANES }
         });
         let tiles: Vec<_> = tiles.collect();
-        self.tiles(x, &tiles, TOKENS_TO_CHOOSE_FROM, &mut scratch.weights, &mut scratch.panel);
+        // SAFETY: the tiles' results are parts of the scratch.
+        unsafe { self.tiles(x, &tiles, TOKENS_TO_CHOOSE_FROM, &mut scratch.weights, &mut scratch.panel) };
         let columns = &wanted.columns;
         let mut done = vec![0; tiles.len()];
         for t in 0..self.x.n_tokens {
-            // SAFETY: callers of `run` keep columns apart.
+            // SAFETY: as the caller promises.
             let out = unsafe { self.out.part(t * self.width + columns.start, columns.len()) };
             for (tile, done) in tiles.iter().zip(&mut done) {
                 let mut results = [0.0f32; LANES];
@@ -135,7 +152,9 @@ impl Matmul<'_> {
         }
     }
 
-    fn tiles(
+    /// # Safety
+    /// Nobody else has the tiles' results, and no two tiles have the same.
+    unsafe fn tiles(
         &self,
         x: &Quantized,
         tiles: &[Tile],
@@ -157,8 +176,8 @@ impl Matmul<'_> {
                 for start in (0..n_tokens).step_by(tokens_at_a_time) {
                     for (weights, tile) in weights.iter().zip(tiles) {
                         let tokens = start..start + tokens_at_a_time;
-                        // SAFETY: callers of `run` keep columns apart, and tiles share none; weights and rows have columns
-                        // `depths`; the table is this processor's.
+                        // SAFETY: as the caller promises; weights and rows have columns `depths`, and the same share of
+                        // scales; the table is this processor's.
                         unsafe { tile.multiply(gemm, weights, &rows, tokens, depth > 0) };
                     }
                 }
@@ -169,10 +188,10 @@ impl Matmul<'_> {
     /// Fills `tile` with columns `depths` of the rows whose results are `columns`.
     fn unpack(&self, columns: &[usize], depths: Range<usize>, tile: &mut WeightTile, scratch: &mut Vec<u8>) {
         let (weight, dtype) = (&self.linear.weight, self.linear.weight.dtype());
-        let unpack = self.kernels.panels[dtype as usize].and_then(|panels| panels.unpack);
+        let panels = self.kernels.panels[dtype as usize];
+        let unpack = panels.and_then(|panels| panels.unpack).expect("a panel's form of every quantised type");
         match weight.layout() {
             Layout::Panels => {
-                let unpack = unpack.expect("panels are made where there are kernels");
                 let before = panel_bytes(dtype, depths.start).expect("a type that interleaves");
                 let panel = self.panel(columns[0] / LANES)[before..].as_ptr();
                 // SAFETY: the panel is whole, and so its part; the table is this processor's.
@@ -184,12 +203,6 @@ impl Matmul<'_> {
                 for (row, column) in rows.iter_mut().zip(columns) {
                     *row = &weight.row(self.row_of(*column))[part.clone()];
                 }
-                let Some(unpack) = unpack else {
-                    // SAFETY: the table is this processor's.
-                    return unsafe {
-                        (self.kernels.unpack_rows)(dtype, &rows[..columns.len()], depths.len(), tile)
-                    };
-                };
                 // Side by side first: from there, unpacking needs no steps across a register.
                 scratch.clear();
                 scratch.resize(panel_bytes(dtype, depths.len()).expect("a type with panels"), 0);

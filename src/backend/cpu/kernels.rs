@@ -48,7 +48,7 @@ pub struct Panels {
 /// `out[t * stride + r] = rows[r] · x[t]`; where `goes_on`, added to what is there, the sums of the columns before.
 ///
 /// # Safety
-/// Rows of activations have the tile's columns; `out` has places for `n` results of each; the processor has the kernel's
+/// Rows of activations have the tile's columns, and were taken with its `share`; `out` has places for `n` results of each; the processor has the kernel's
 /// instruction set.
 pub type Gemm =
     unsafe fn(weights: &WeightTile, n: usize, x: &[WordRow], goes_on: bool, out: *mut f32, stride: usize);
@@ -57,9 +57,6 @@ pub type Gemm =
 pub type AddRows = unsafe fn(dtype: DType, rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]);
 
 pub type UnpackPanel = unsafe fn(panel: *const u8, n_cols: usize, tile: &mut WeightTile);
-
-/// Fills a tile from rows of blocks.
-pub type UnpackRows = unsafe fn(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile);
 
 pub type LayerNorm = unsafe fn(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]);
 
@@ -96,7 +93,6 @@ pub struct Kernels {
     /// The one of them that this processor likes best.
     pub fastest_gemm: OnceLock<Gemm>,
     pub interleave: unsafe fn(dtype: DType, rows: &[&[u8]], out: &mut [u8]),
-    pub unpack_rows: UnpackRows,
     pub quantize: unsafe fn(x: &[f32], out: &mut QRowMut),
     pub add_rows: AddRows,
     pub axpy_f32: unsafe fn(a: f32, x: &[f32], out: &mut [f32]),
@@ -149,17 +145,18 @@ fn fastest(gemms: &[Gemm]) -> Gemm {
     *fastest
 }
 
+/// Of a set without panels.
+pub const fn no_panels(_: DType) -> Option<Panels> {
+    None
+}
+
 /// Builds a [`Kernels`] from a `const fn(DType) -> Dot` and the modules `instance`, `along` and `attention` beside it, and
 /// where the set has them a `const fn(DType) -> Option<Panels>` and [`Gemm`]s.
 macro_rules! table {
     ($name:expr, $dot_for:ident) => {
-        table!($name, $dot_for, no_panels, &[])
+        table!($name, $dot_for, $crate::backend::cpu::kernels::no_panels, &[])
     };
-    ($name:expr, $dot_for:ident, $panels_for:ident, $gemms:expr) => {{
-        const fn no_panels(_: DType) -> Option<$crate::backend::cpu::kernels::Panels> {
-            None
-        }
-        let _ = no_panels;
+    ($name:expr, $dot_for:ident, $panels_for:path, $gemms:expr) => {{
         Kernels {
             name: $name,
             dot: {
@@ -183,7 +180,6 @@ macro_rules! table {
             gemms: $gemms,
             fastest_gemm: std::sync::OnceLock::new(),
             interleave: instance::interleave,
-            unpack_rows: instance::unpack_rows,
             quantize: instance::quantize,
             add_rows: along::add_rows,
             axpy_f32: along::axpy_f32,

@@ -1,5 +1,5 @@
 //! Rows of weights times rows of activations: which kernel takes them, by layout and number of tokens. Whatever it is,
-//! the bits are the same.
+//! the bits are the same, of what is wanted.
 
 use std::ops::Range;
 
@@ -40,9 +40,14 @@ impl Matmul<'_> {
         assert!(self.neurons.is_none() || weight.layout() == Layout::Rows);
         assert!(columns.start.is_multiple_of(LANES) && columns.end <= self.width);
         match (self.x.quantized, weight.layout()) {
-            (Some(x), _) if weight.dtype().is_quantized() && x.form() == Form::Words => self.many(x, columns),
-            (_, Layout::Panels) => self.panels(columns),
-            _ => self.rows(columns),
+            (Some(x), _) if weight.dtype().is_quantized() && x.form() == Form::Words => {
+                // SAFETY: as the caller promises.
+                unsafe { self.many(x, columns) }
+            }
+            // SAFETY: as above.
+            (_, Layout::Panels) => unsafe { self.panels(columns) },
+            // SAFETY: as above.
+            _ => unsafe { self.rows(columns) },
         }
     }
 
@@ -51,25 +56,41 @@ impl Matmul<'_> {
     }
 
     /// Takes `n` results of each of `n_tokens` tokens from `first` on, `stride` apart, to columns `column ..`.
-    fn put(&self, results: &[f32], stride: usize, n: usize, first: usize, n_tokens: usize, column: usize) {
+    ///
+    /// # Safety
+    /// As [`Matmul::run`].
+    unsafe fn put(
+        &self,
+        results: &[f32],
+        stride: usize,
+        n: usize,
+        first: usize,
+        n_tokens: usize,
+        column: usize,
+    ) {
         for (t, results) in results.chunks(stride).take(n_tokens).enumerate() {
-            // SAFETY: callers of `run` keep columns apart.
+            // SAFETY: as the caller promises.
             unsafe { self.out.part((first + t) * self.width + column, n) }.copy_from_slice(&results[..n]);
         }
-        self.add_bias(first..first + n_tokens, column, n);
+        // SAFETY: as the caller promises.
+        unsafe { self.add_bias(first..first + n_tokens, column, n) };
     }
 
-    pub(super) fn add_bias(&self, tokens: Range<usize>, column: usize, n: usize) {
+    /// # Safety
+    /// As [`Matmul::run`].
+    pub(super) unsafe fn add_bias(&self, tokens: Range<usize>, column: usize, n: usize) {
         let Some(bias) = &self.linear.bias else { return };
         for t in tokens {
-            // SAFETY: callers of `run` keep columns apart.
+            // SAFETY: as the caller promises.
             for (i, v) in unsafe { self.out.part(t * self.width + column, n) }.iter_mut().enumerate() {
                 *v += bias[self.row_of(column + i)];
             }
         }
     }
 
-    fn rows(&self, columns: Range<usize>) {
+    /// # Safety
+    /// As [`Matmul::run`].
+    unsafe fn rows(&self, columns: Range<usize>) {
         let (matrix, n_tokens) = (&self.linear.weight, self.x.n_tokens);
         let (bytes, row_bytes) = (matrix.bytes(), matrix.row_bytes());
         let dtype = matrix.dtype();
@@ -101,7 +122,8 @@ impl Matmul<'_> {
             // SAFETY: the pointers are whole rows of the matrix, `results` holds n_tokens rows of ROW_TILE, and the
             // table is this processor's.
             unsafe { dot(rows, &self.x, results.as_mut_ptr(), ROW_TILE) };
-            self.put(results, ROW_TILE, n, 0, n_tokens, first);
+            // SAFETY: as the caller promises.
+            unsafe { self.put(results, ROW_TILE, n, 0, n_tokens, first) };
         }
     }
 
@@ -111,7 +133,9 @@ impl Matmul<'_> {
         &self.linear.weight.bytes()[i * n..][..n]
     }
 
-    fn panels(&self, columns: Range<usize>) {
+    /// # Safety
+    /// As [`Matmul::run`].
+    unsafe fn panels(&self, columns: Range<usize>) {
         let dtype = self.linear.weight.dtype();
         let panels = self.kernels.panels[dtype as usize].expect("panels are made where there are kernels");
         let mut results = [0.0f32; TOKEN_TILE * LANES];
@@ -123,7 +147,8 @@ impl Matmul<'_> {
                 // SAFETY: the panel is whole, `results` has places for a tile, the operand is quantised as the type
                 // is, and the table is this processor's.
                 unsafe { (panels.dot)(panel.as_ptr(), n, &x, results.as_mut_ptr(), LANES) };
-                self.put(&results, LANES, n, first, n_tokens, column);
+                // SAFETY: as the caller promises.
+                unsafe { self.put(&results, LANES, n, first, n_tokens, column) };
             }
         }
     }

@@ -2,8 +2,8 @@
 //! [`Backend`](super::Backend) made of both.
 //!
 //! `kernels` picks an instruction set; `scalar`, `avx2`, `avx512` and `neon` repeat the same names; `portable` is what
-//! plain Rust says best for all of them. `pool` shares an operation among threads; `ops`, `matmul`, `row_sum` and
-//! `attention` are the verbs.
+//! plain Rust says best for all of them. `pool` shares an operation among threads; `ops`, `matmul`, `gemm`, `row_sum`
+//! and `attention` are the verbs.
 
 mod attention;
 #[cfg(target_arch = "x86_64")]

@@ -237,7 +237,7 @@ impl<'a> Operand<'a> {
         &self.values[(self.first + token) * self.n_cols..][..self.n_cols]
     }
 
-    /// Panics where the operand isn't quantised and split, or not to this width: the kernels' pointer arithmetic relies on it.
+    /// Panics where the operand isn't quantised, to bytes and to this width: the kernels' pointer arithmetic relies on it.
     pub fn q_row(&self, token: usize) -> QRow<'a> {
         let quantized = self.quantized.expect("a quantised operand for quantised weights");
         assert_eq!(quantized.n_cols, self.n_cols);

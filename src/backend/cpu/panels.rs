@@ -7,7 +7,7 @@
 
 use crate::quant::{CHUNK, Interleaved, LANES};
 
-use super::operand::{Operand, QRow};
+use super::operand::{Operand, Q_BLOCK, Q_GROUP, QRow};
 
 /// What an instruction set's registers do for panels. Every operation goes lane by lane of 32 bits, but for those that
 /// say otherwise.
@@ -190,8 +190,8 @@ pub unsafe fn add_chunk<R: Registers, F: Interleaved>(
     // quads.
     unsafe {
         let (high, low) = (x.high.as_ptr().add(at).cast::<i32>(), x.low.as_ptr().add(at).cast::<i32>());
-        let d = *x.d.as_ptr().add(at / 64);
-        let sum = [*x.sum.as_ptr().add(at / 16), *x.sum.as_ptr().add(at / 16 + 1)];
+        let d = *x.d.as_ptr().add(at / Q_BLOCK);
+        let sum = [*x.sum.as_ptr().add(at / Q_GROUP), *x.sum.as_ptr().add(at / Q_GROUP + 1)];
         let per_group = 8 * F::SHARE / CHUNK;
         for g in 0..CHUNK / F::SHARE {
             let x_sum = if F::SHARE == CHUNK { sum[0] + sum[1] } else { sum[g] };
@@ -392,8 +392,7 @@ fn upper_bits<F: Interleaved>(j: usize) -> Option<UpperBits> {
 
 /// Implements a trait of registers for a type, each function as one expression.
 macro_rules! registers {
-    ($(#[$doc:meta])* impl $trait:ident for $type:ty { $($(const $const:ident: $const_type:ty = $value:expr;)+)? $(type $name:ident = $is:ty;)* $(fn $f:ident $(<const $generic:ident: bool>)? ($($arg:ident: $arg_type:ty),*) $(-> $result:ty)? { $body:expr })* }) => {
-        $(#[$doc])*
+    (impl $trait:ident for $type:ty { $($(const $const:ident: $const_type:ty = $value:expr;)+)? $(type $name:ident = $is:ty;)* $(fn $f:ident $(<const $generic:ident: bool>)? ($($arg:ident: $arg_type:ty),*) $(-> $result:ty)? { $body:expr })* }) => {
         impl $trait for $type {
             $($(const $const: $const_type = $value;)+)?
             $(type $name = $is;)*
@@ -426,7 +425,7 @@ macro_rules! instantiate_panels {
         $crate::backend::cpu::panels::instantiate_panels!(@dot $registers, #[$feature]);
 
         const fn panels_for(dtype: DType) -> Option<Panels> {
-            with_interleaved!(dtype, B => Some(Panels { dot: dot_panel::<B>, unpack: None }), _ => None)
+            with_block!(dtype, B => Some(Panels { dot: dot_panel::<B>, unpack: None }), _ => None)
         }
     };
 }

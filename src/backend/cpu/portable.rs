@@ -3,12 +3,12 @@
 //! addition where the set has an instruction for it; all else gives the same bits on all sets.
 
 use crate::backend::KV_BLOCK;
-use crate::quant::{self, Block, DType, GROUP, Groups, LANES, decode_block};
+use crate::quant::{self, Block, DType, GROUP, Groups, decode_block};
 use crate::with_block;
 
 use super::fetch;
 use super::kernels::Pick;
-use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut, WeightTile, cross};
+use super::operand::{Q_BLOCK, Q_GROUP, QRow, QRowMut, cross};
 
 /// Sums in sixteen lanes, in a fixed order.
 #[inline(always)]
@@ -426,53 +426,18 @@ pub fn interleave(dtype: DType, rows: &[&[u8]], out: &mut [u8]) {
     quant::interleave(dtype, rows, out);
 }
 
-/// Fills `tile` from rows of blocks, at most sixteen: those it hasn't got are zeros.
-#[inline(always)]
-pub fn unpack_rows(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile) {
-    with_block!(dtype, B => unpack_blocks::<B>(rows, n_cols, tile), _ => unreachable!("only blocks are unpacked"))
-}
-
-#[inline(always)]
-fn unpack_blocks<B: Block>(rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile) {
-    tile.reset::<B>(n_cols);
-    let mut groups = Groups::new();
-    for lane in 0..LANES {
-        for b in 0..n_cols / B::LEN {
-            match rows.get(lane) {
-                Some(row) => B::unpack(&row[b * B::BYTES..][..B::BYTES], &mut groups),
-                None => groups = Groups::new(),
-            }
-            let words = &mut tile.words[b * B::LEN / 2..];
-            for (out, q) in words.iter_mut().zip(groups.q[..B::LEN].as_chunks::<2>().0) {
-                out.0[lane] = q.map(i16::from);
-            }
-            for g in 0..B::LEN / B::SHARE {
-                let at = b * (B::LEN / B::SHARE) + g;
-                tile.scales[at].0[lane] = groups.scale[g * B::SHARE / GROUP];
-                let sixteens = groups.q[g * B::SHARE..][..B::SHARE].as_chunks::<Q_GROUP>().0.iter();
-                let crosses = sixteens.map(|q| cross(&q.map(i16::from)));
-                tile.cross[at].0[lane] = crosses.fold(0, i32::wrapping_add);
-                if B::HAS_MIN {
-                    tile.mins[at].0[lane] = groups.min[g * B::SHARE / GROUP];
-                }
-            }
-        }
-    }
-}
-
-/// Compiles operations above for an instruction set: `instantiate!(#[target_feature(enable = "avx2")])` makes a module
-/// `instance` of the same names. The plain processor has no attribute. Of the modules `instance`, `along`
-/// and `attention` a set with some of its own asks for the others: `all_but_along` is the first.
+/// Compiles operations above for an instruction set: `instantiate!(#[target_feature(enable = "avx2")])` makes modules
+/// `instance`, `along` and `attention` of the same names. The plain processor has no attribute. A set with some of its own
+/// asks for the others: `instance`, `attention`.
 macro_rules! instantiate {
-    (all_but_along $(#[$feature:meta])?) => {
+    (instance $(#[$feature:meta])?) => {
         mod instance {
             use crate::backend::cpu::kernels::Pick;
-            use crate::backend::cpu::operand::{QRowMut, WeightTile};
+            use crate::backend::cpu::operand::QRowMut;
             use crate::backend::cpu::portable as p;
             use crate::quant::DType;
             $crate::backend::cpu::portable::instantiate!(@each [$(#[$feature])?];
                 interleave(dtype: DType, rows: &[&[u8]], out: &mut [u8]);
-                unpack_rows(dtype: DType, rows: &[&[u8]], n_cols: usize, tile: &mut WeightTile);
                 quantize(x: &[f32], out: &mut QRowMut);
                 rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]);
                 layer_norm(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32, out: &mut [f32]);
@@ -498,7 +463,7 @@ macro_rules! instantiate {
         }
     };
     ($(#[$feature:meta])?) => {
-        $crate::backend::cpu::portable::instantiate!(all_but_along $(#[$feature])?);
+        $crate::backend::cpu::portable::instantiate!(instance $(#[$feature])?);
         $crate::backend::cpu::portable::instantiate!(attention $(#[$feature])?);
         mod along {
             use crate::backend::cpu::portable as p;

@@ -3,7 +3,7 @@
 
 use crate::quant::{CHUNK, Interleaved, LANES};
 
-use super::operand::{Line, WeightTile, WordRow};
+use super::operand::{Line, Q_BLOCK, WeightTile, WordRow};
 use super::panels::{PARTS, Registers, Sums, parts, parts_of_span, quads, scales, store_sums, zero_bits};
 
 /// What registers do besides for products with many tokens: lanes are pairs of words.
@@ -12,7 +12,7 @@ use super::panels::{PARTS, Registers, Sums, parts, parts_of_span, quads, scales,
 /// As of [`Registers`].
 pub trait Words: Registers {
     /// Tokens that such a product takes at a time, 1 to 12.
-    const TOKENS: usize;
+    const TILE_TOKENS: usize;
 
     /// The first two and the last two of every four bytes, as signed bytes or as unsigned ones as [`Registers::UNSIGNED`]
     /// says.
@@ -125,7 +125,7 @@ pub unsafe fn gemm<R: GemmTile, const CROSS: bool>(
 ) {
     macro_rules! by_tokens {
         ($x:ident, $out:ident, $($t:literal)*) => {
-            match $x.len().min(<R as Words>::TOKENS) {
+            match $x.len().min(R::TILE_TOKENS) {
                 $($t => {
                     let x = $x.first_chunk().expect("so many");
                     match (weights.share, weights.has_min) {
@@ -139,10 +139,10 @@ pub unsafe fn gemm<R: GemmTile, const CROSS: bool>(
             }
         };
     }
-    for (i, x) in x.chunks(<R as Words>::TOKENS).enumerate() {
+    for (i, x) in x.chunks(R::TILE_TOKENS).enumerate() {
         // SAFETY: as the caller promises, for these tokens.
         unsafe {
-            let out = out.add(i * <R as Words>::TOKENS * stride);
+            let out = out.add(i * R::TILE_TOKENS * stride);
             by_tokens!(x, out, 1 2 3 4 5 6 7 8 9 10 11 12);
         }
     }
@@ -208,7 +208,7 @@ pub unsafe fn gemm_tile<R: Words, const T: usize, const SHARE: usize, const MIN:
                 let scale = weights.scales.as_ptr().add(g).cast::<f32>().add(part * R::WIDTH);
                 let scale = R::load_floats(scale);
                 for t in 0..T {
-                    let scale = R::multiply(scale, R::splat_float(*x_d[t].add(g * SHARE / 64)));
+                    let scale = R::multiply(scale, R::splat_float(*x_d[t].add(g * SHARE / Q_BLOCK)));
                     sums[t][part] = R::multiply_add(R::to_floats(dots[t][part]), scale, sums[t][part]);
                 }
                 if MIN {
@@ -271,7 +271,7 @@ macro_rules! instantiate_tiles {
         }
 
         const fn panels_for(dtype: DType) -> Option<Panels> {
-            with_interleaved!(dtype, B => Some(Panels { dot: dot_panel::<B>, unpack: Some(unpack_panel::<B>) }), _ => None)
+            with_block!(dtype, B => Some(Panels { dot: dot_panel::<B>, unpack: Some(unpack_panel::<B>) }), _ => None)
         }
     };
 }

@@ -14,6 +14,18 @@ pub fn fetch(rows: &[*const u8], at: usize, n: usize) {
     }
 }
 
+/// The half precision value at `at`.
+///
+/// # Safety
+/// `at` points to two bytes; the processor has the instruction set.
+#[inline]
+#[target_feature(enable = "f16c")]
+pub unsafe fn half(at: *const u8) -> f32 {
+    // SAFETY: as the caller promises.
+    let bits = unsafe { at.cast::<u16>().read_unaligned() };
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits as i32)))
+}
+
 /// Names the type that reads a format, and goes on: `with_reader!(dtype, Short, Long, floats F => a, blocks F => b)`, where the
 /// set has types of its own for some formats, and wraps those that it reads through their scalar reference: blocks of 32
 /// weights in `Short`, of 256 in `Long`.

@@ -9,20 +9,20 @@ pub mod vnni;
 use std::arch::x86_64::*;
 
 use crate::quant::{self, Block, DType, Groups, Interleaved};
-use crate::with_interleaved;
+use crate::with_block;
 
 use crate::backend::cpu::kernels::{Dot, Kernels, Panels, Rows, over_tiles, table};
 use crate::backend::cpu::operand::{Operand, QRow, WeightTile, WordRow};
 use crate::backend::cpu::panels;
 use crate::backend::cpu::portable;
 use crate::backend::cpu::tiles::{self, GemmTile, instantiate_tiles};
-use crate::backend::cpu::x86::{fetch, with_reader};
+use crate::backend::cpu::x86::{fetch, half, with_reader};
 
 pub fn is_available() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
 }
 
-portable::instantiate!(all_but_along #[target_feature(enable = "avx2,fma,f16c")]);
+portable::instantiate!(instance #[target_feature(enable = "avx2,fma,f16c")]);
 portable::instantiate!(attention #[target_feature(enable = "avx2,fma,f16c")]);
 
 instantiate_tiles!(registers::Avx2, #[target_feature(enable = "avx2,fma,f16c")]);
@@ -193,18 +193,6 @@ fn reduce(x: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)))
 }
 
-/// The half precision value at `at`.
-///
-/// # Safety
-/// `at` points to two bytes; the processor has the instruction set.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn half(at: *const u8) -> f32 {
-    // SAFETY: as the caller promises.
-    let bits = unsafe { at.cast::<u16>().read_unaligned() };
-    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits as i32)))
-}
-
 /// Sixteen bytes of nibbles as 32 bytes: low halves, then high halves.
 ///
 /// # Safety
@@ -346,8 +334,7 @@ impl<B: Block> Units for Unpacked<B> {
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn scale(groups: &Groups, _block: *const u8, g: usize) -> (f32, f32) {
-        let at = g * B::SHARE / quant::GROUP;
-        (groups.scale[at], if B::HAS_MIN { groups.min[at] } else { 0.0 })
+        groups.of_share::<B>(g)
     }
 }
 

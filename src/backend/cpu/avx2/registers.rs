@@ -48,7 +48,7 @@ registers! {
 
 registers! {
     impl Words for $type {
-        const TOKENS: usize = 3;
+        const TILE_TOKENS: usize = 3;
         fn widen($quad: __m256i) -> [__m256i; 2] { $widen }
         fn add_words(a: __m256i, b: __m256i) -> __m256i { _mm256_add_epi16(a, b) }
         fn subtract_words(a: __m256i, b: __m256i) -> __m256i { _mm256_sub_epi16(a, b) }

@@ -28,8 +28,7 @@ pub unsafe fn add_rows(dtype: DType, rows: &[(&[u8], f32)], next: &[(&[u8], f32)
 unsafe fn add_floats<F: Floats>(rows: &[(&[u8], f32)], next: &[(&[u8], f32)], out: &mut [f32]) {
     for at in (0..out.len()).step_by(16) {
         ask(next, at * F::BYTES, 16 * F::BYTES);
-        let left = out.len() - at;
-        let mask = if left >= 16 { 0xffff } else { (1u16 << left) - 1 };
+        let mask = first_lanes(out.len() - at);
         // SAFETY: the masked lanes lie inside `out`, and inside the rows.
         unsafe {
             let to = out.as_mut_ptr().add(at);
@@ -147,7 +146,7 @@ unsafe fn each_sixteen(dtype: DType, row: &[u8], n: usize, f: impl FnMut(usize, 
 unsafe fn each_float<F: Floats>(row: &[u8], n: usize, mut f: impl FnMut(usize, __m512, __mmask16)) {
     let mut at = 0;
     while at < n {
-        let mask = if n - at >= 16 { 0xffff } else { (1u16 << (n - at)) - 1 };
+        let mask = first_lanes(n - at);
         // SAFETY: the masked lanes lie inside the row.
         f(at, unsafe { F::load(row.as_ptr().add(at * F::BYTES), mask) }, mask);
         at += 16;

@@ -125,8 +125,7 @@ unsafe fn mix_rows<F: Floats, const N: usize>(
     for column in (0..dim).step_by(16 * WIDTH) {
         let mut masks = [0u16; WIDTH];
         for (i, mask) in masks.iter_mut().enumerate() {
-            let left = dim.saturating_sub(column + 16 * i);
-            *mask = if left >= 16 { 0xffff } else { (1 << left) - 1 };
+            *mask = first_lanes(dim.saturating_sub(column + 16 * i));
         }
         let mut sums = [[_mm512_setzero_ps(); WIDTH]; N];
         for n in 0..N {

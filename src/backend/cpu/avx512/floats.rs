@@ -80,8 +80,7 @@ unsafe fn float_tile<F: Floats, const T: usize>(
         if T == 1 {
             fetch(next, at * F::BYTES, 16 * F::BYTES);
         }
-        let left = x.n_cols - at;
-        let mask = if left >= 16 { 0xffff } else { (1u16 << left) - 1 };
+        let mask = first_lanes(x.n_cols - at);
         let mut weights = [_mm512_setzero_ps(); 4];
         for r in 0..4 {
             // SAFETY: the masked lanes lie inside the rows.

@@ -11,14 +11,14 @@ mod sixteen;
 use std::arch::x86_64::*;
 
 use crate::quant::{self, Block, DType, Groups, Interleaved};
-use crate::with_interleaved;
+use crate::with_block;
 
 use crate::backend::cpu::kernels::{Dot, Kernels, Panels, Rows, over_tiles, table};
 use crate::backend::cpu::operand::{Operand, QRow, WeightTile, WordRow};
 use crate::backend::cpu::panels;
 use crate::backend::cpu::portable;
 use crate::backend::cpu::tiles::{self, GemmTile, instantiate_tiles};
-use crate::backend::cpu::x86::{fetch, with_reader};
+use crate::backend::cpu::x86::{fetch, half, with_reader};
 
 pub fn is_available() -> bool {
     is_x86_feature_detected!("avx512f")
@@ -31,7 +31,7 @@ pub fn is_available() -> bool {
         && is_x86_feature_detected!("f16c")
 }
 
-portable::instantiate!(all_but_along #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]);
+portable::instantiate!(instance #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]);
 
 use floats::{BF16, F16, F32, Floats, dot_float};
 
@@ -269,16 +269,9 @@ fn spread_4(x: __m128i) -> __m512i {
     _mm512_permutexvar_epi32(which, _mm512_castsi128_si512(x))
 }
 
-/// The half precision value at `at`.
-///
-/// # Safety
-/// `at` points to two bytes; the processor has the instruction set.
-#[inline]
-#[target_feature(enable = "avx512f,f16c")]
-unsafe fn half(at: *const u8) -> f32 {
-    // SAFETY: as the caller promises.
-    let bits = unsafe { at.cast::<u16>().read_unaligned() };
-    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits as i32)))
+/// The first `n` lanes, or all sixteen where that is more.
+fn first_lanes(n: usize) -> __mmask16 {
+    if n >= 16 { 0xffff } else { (1 << n) - 1 }
 }
 
 /// Two runs of 16 bytes of nibbles as 64 bytes: low halves, then high halves, of each run.
@@ -442,13 +435,6 @@ fn weights_of_groups(groups: &Groups, i: usize) -> __m512i {
     _mm512_xor_si512(q, _mm512_set1_epi8(-128))
 }
 
-/// Scale and offset of the `g`-th of groups that are `share` weights long.
-#[inline]
-fn scale_of_groups<B: Block>(groups: &Groups, g: usize) -> (f32, f32) {
-    let at = g * B::SHARE / quant::GROUP;
-    (groups.scale[at], if B::HAS_MIN { groups.min[at] } else { 0.0 })
-}
-
 macro_rules! units_of_groups {
     ($(#[$doc:meta])* $name:ident, $blocks:literal, begin($p:ident) $begin:block) => {
         $(#[$doc])*
@@ -478,7 +464,7 @@ macro_rules! units_of_groups {
             #[inline]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
             unsafe fn scale(groups: &Groups, _step: *const u8, g: usize) -> (f32, f32) {
-                scale_of_groups::<B>(groups, g)
+                groups.of_share::<B>(g)
             }
         }
     };

@@ -49,7 +49,7 @@ registers! {
 
 registers! {
     impl Words for Avx512 {
-        const TOKENS: usize = 12;
+        const TILE_TOKENS: usize = 12;
         fn widen(bytes: __m512i) -> [__m512i; 2] {
             {
                 // Of each quad's bytes the first two, and the last two; 0x80 makes a zero.

@@ -6,7 +6,7 @@ mod registers;
 use std::arch::aarch64::*;
 
 use crate::quant::{Block, DType, GROUP, Groups, Interleaved};
-use crate::{with_block, with_interleaved};
+use crate::with_block;
 
 use super::kernels::{Dot, Kernels, Panels, Rows, over_tiles, table};
 use super::operand::{Operand, QRow};

@@ -1,11 +1,11 @@
-//! A panel's sixteen rows in four registers: with plain NEON, and with the dot product instructions.
+//! A panel's sixteen rows in four registers: with plain NEON, with the dot product instructions, with the matrix product too.
 
 use std::arch::aarch64::*;
 use std::arch::asm;
 
 use crate::backend::cpu::panels::{Registers, registers};
 
-/// Both sets' registers, which differ in how they multiply bytes.
+/// All sets' registers, which differ in how they multiply bytes.
 macro_rules! four_lanes {
     ($type:ty, bytes ($sum:ident, $w:ident, $x:ident) $dot_bytes:expr $(, quads ($quads:ident, $high:ident, $low:ident) $dot_quads:expr)?) => {
         registers! {

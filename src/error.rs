@@ -28,7 +28,7 @@ pub enum Error {
 
     /// More positions than the context has.
     #[error(
-        "context full: {requested} tokens asked for, n_ctx is {n_ctx}; a larger one, or a sliding context, goes on"
+        "context full: {requested} tokens don't fit in n_ctx, {n_ctx}; a larger n_ctx (-c), or overflow=\"slide\" (--slide), goes on"
     )]
     ContextOverflow { requested: usize, n_ctx: usize },
 

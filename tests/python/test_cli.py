@@ -92,7 +92,7 @@ def test_bench():
         ["generate", "-p", "a", "-n", "x"],
         ["generate", "-p", "a", "--sparsity", "half"],
         ["bench", "-p", "0", "-n", "0"],
-        ["inspect"],
+        ["inspect", "a", "b"],
         ["no-such-command"],
     ],
 )

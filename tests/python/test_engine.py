@@ -139,7 +139,7 @@ def test_unknown_options_are_a_type_error(demo):
 
 def test_a_full_context():
     engine = Engine(n_ctx=24)
-    with pytest.raises(ContextOverflowError, match="n_ctx is 24"):
+    with pytest.raises(ContextOverflowError, match="n_ctx, 24"):
         engine.generate("word " * 40)
     with pytest.raises(ContextOverflowError) as caught:
         engine.generate(PROMPT, max_tokens=40, temperature=0, ignore_eos=True)

@@ -85,7 +85,7 @@ def bench(
         interleave=interleave,
     )
     load_seconds = time.perf_counter() - started
-    runs, bandwidths = [], []
+    runs, bandwidths, peak_memory = [], [], None
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("measuring", total=repeats + 1)
         # The first run brings the file into memory, and doesn't count.
@@ -93,13 +93,15 @@ def bench(
         bar.advance(task)
         engine.reset_stats()
         for i in range(repeats):
-            bandwidths.append(_engine.streaming_read(threads, repeats=1))
             runs.append(_measure(engine, n_prompt, n_decode, i))
+            # The streaming read takes memory of its own.
+            peak_memory = peak_memory if i else _peak_memory()
+            bandwidths.append(_engine.streaming_read(threads, repeats=1))
             bar.advance(task)
     result: dict[str, Any] = {
         "stats": {**engine.stats(), "path": str(engine.stats()["path"])},
         "load_seconds": load_seconds,
-        "peak_memory_bytes": _peak_memory(),
+        "peak_memory_bytes": peak_memory,
     }
     for name in ("prefill", "decode"):
         if name in runs[0]:
@@ -128,12 +130,12 @@ def _print(engine: Engine, result: dict[str, Any], n_prompt: int, n_decode: int)
     table.add_row("streaming read, GB/s", *(f"{read[k] / 1e9:.1f}" for k in ("median", "min", "max")))
     table.add_row("load, s", f"{result['load_seconds']:.2f}")
     if result["peak_memory_bytes"] is not None:
-        table.add_row("peak memory, GB", f"{result['peak_memory_bytes'] / 1e9:.2f}")
+        table.add_row("peak memory", options.size(result["peak_memory_bytes"]))
     console.print(table)
     if "bytes_per_token" in result:
         density = result["stats"]["density"]
         console.print(
-            f"a token reads {result['bytes_per_token'] / 1e9:.3f} GB of weights at density "
+            f"a token reads {options.size(result['bytes_per_token'])} of weights at density "
             f"{sum(density) / len(density):.3f}: {100 * result['bandwidth_fraction']:.0f} % of streaming read",
             soft_wrap=True,
         )

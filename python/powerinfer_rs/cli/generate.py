@@ -19,7 +19,7 @@ from . import options
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:
     if (prompt is None) == (file is None):
-        raise typer.BadParameter("give one of -p TEXT and -f FILE", param_hint="'-p' / '-f'")
+        raise typer.BadParameter("give one of -p TEXT and -f FILE; -f - reads standard input", param_hint="'-p' / '-f'")
     if prompt is not None:
         return prompt
     try:
@@ -115,9 +115,14 @@ def generate(
             prompt_lookup=prompt_lookup,
             on_text=on_text,
         )
-    except BaseException:
+    except BaseException as error:
         if on_text is not None and on_text.wrote:
             print(flush=True)
+        if isinstance(error, KeyboardInterrupt):
+            notes.print("interrupted", style="dim")
+        partial = getattr(error, "partial", None)
+        if as_json and isinstance(partial, Completion):
+            print(json.dumps({**_report(partial, engine.stats()), "error": str(error)}, ensure_ascii=False))
         raise
     if as_json:
         print(json.dumps(_report(completion, engine.stats()), ensure_ascii=False))

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import _engine
+from ..models import resolve
 from . import options
 
 
@@ -23,14 +24,6 @@ def _short(value: Any) -> str:
         return f"[{head}{', …' if len(value) > 4 else ''}] ({len(value)})"
     text = str(value).replace("\n", "\\n")
     return text if len(text) <= 80 else text[:79] + "…"
-
-
-def _size(n: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1000
-    return f"{n:.2f} GB"
 
 
 def _memory(info: _engine.FileInfo) -> dict[str, int]:
@@ -53,12 +46,15 @@ def _memory(info: _engine.FileInfo) -> dict[str, int]:
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A GGUF file; the demo model if left out.")
+    ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
     """Show a file's keys, tensors, types and sizes, whether it has predictors, and the memory it needs."""
+    file = resolve(file)
     info = _engine.inspect(file)
     predictors = any(name.endswith(".fc1.weight") for name, *_ in info["tensors"])
     memory = _memory(info)
@@ -77,19 +73,20 @@ def inspect(
     console.print(keys)
     types = Table("type", "tensors", "size")
     for kind, n_bytes in sizes.most_common():
-        types.add_row(kind, str(counts[kind]), _size(n_bytes))
+        types.add_row(kind, str(counts[kind]), options.size(n_bytes))
     console.print(types)
     if tensors:
         table = Table("tensor", "type", "shape", "size")
         for name, kind, dims, n_bytes in info["tensors"]:
-            table.add_row(Text(name), kind, " x ".join(map(str, dims)), _size(n_bytes))
+            table.add_row(Text(name), kind, " x ".join(map(str, dims)), options.size(n_bytes))
         console.print(table)
     n_weights = sum(math.prod(dims) for _, _, dims, _ in info["tensors"])
     lines = [
-        f"format: {info['magic']} version {info['version']}, {_size(info['file_bytes'])}",
+        f"format: {info['magic']} version {info['version']}, {options.size(info['file_bytes'])}",
         f"architecture: {info['metadata'].get('general.architecture', 'none')}, {n_weights / 1e6:.1f} M weights",
         f"activation predictors: {'yes' if predictors else 'no'}",
-        f"memory: weights {_size(memory['weights'])}, f16 cache {_size(memory['kv_cache_per_token'])} a token, "
-        f"{_size(memory['kv_cache_at_full_context'])} at full context",
+        f"memory: weights {options.size(memory['weights'])}, "
+        f"f16 cache {options.size(memory['kv_cache_per_token'])} a token, "
+        f"{options.size(memory['kv_cache_at_full_context'])} at full context",
     ]
     console.print(Text("\n".join(lines)), soft_wrap=True)

@@ -92,6 +92,15 @@ VramBudget = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+def size(n: float) -> str:
+    """A number of bytes, for people."""
+    for unit in ("B", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    return f"{n:.2f} GB"
+
+
 def load(
     model: Path | None,
     *,

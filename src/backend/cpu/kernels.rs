@@ -263,7 +263,9 @@ pub fn select() -> Result<&'static Kernels> {
             let all = available();
             let names: Vec<_> = all.iter().map(|k| k.name).collect();
             let found = all.iter().find(|k| k.name.eq_ignore_ascii_case(&name)).copied();
-            found.ok_or_else(|| Error::argument(ISA_VARIABLE, name, format!("one of {}", names.join(", "))))
+            found.ok_or_else(|| {
+                Error::argument(ISA_VARIABLE, name, format!("one of {} on this machine", names.join(", ")))
+            })
         }
         _ => Ok(FASTEST.get_or_init(|| available().pop().expect("scalar is always there"))),
     }

@@ -233,15 +233,19 @@ impl Engine {
         self.sequences.remove(&id);
     }
 
+    fn fingerprint(&self) -> u64 {
+        saved::fingerprint(&self.gguf, self.model.activation)
+    }
+
     /// Writes a sequence with its cache to `path`; a file that is there is replaced when all is written.
     pub fn save(&self, id: SequenceId, path: &Path) -> Result<()> {
-        saved::save(self.sequence(id)?, &self.kv, saved::fingerprint(&self.gguf), path)
+        saved::save(self.sequence(id)?, &self.kv, self.fingerprint(), path)
     }
 
     /// A new sequence of what `path` holds, which the same model must have written.
     pub fn restore(&mut self, path: &Path) -> Result<SequenceId> {
         let n_vocab = self.model.config.n_vocab;
-        let sequence = saved::restore(&self.kv, saved::fingerprint(&self.gguf), self.n_ctx, n_vocab, path)?;
+        let sequence = saved::restore(&self.kv, self.fingerprint(), self.n_ctx, n_vocab, path)?;
         Ok(self.insert(sequence))
     }
 

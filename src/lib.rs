@@ -1,11 +1,12 @@
 //! Inference of ReLU-sparse language models, from a PowerInfer or ordinary GGUF file to logits.
 //!
 //! The rooms depend on each other in one direction:
-//! `error <- quant <- {gguf, backend} <- sparse <- model <- engine <- python`.
+//! `error <- {files, quant} <- {gguf, backend} <- sparse <- model <- engine <- python`.
 
 pub mod backend;
 pub mod engine;
 pub mod error;
+mod files;
 pub mod gguf;
 pub mod model;
 pub mod quant;

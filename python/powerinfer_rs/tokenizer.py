@@ -168,13 +168,10 @@ class Tokenizer:
         """GPT-2's BPE over bytes."""
         # The first space parts the two; a byte-level token has none inside.
         pairs = [(m[:1] + left, right) for m in merges for left, _, right in [m[1:].partition(" ")]]
-        try:
-            model = BPE(self._ids, pairs, ignore_merges=self._pre.ignore_merges)
-        except Exception:  # the library knows no narrower one: a vocabulary was cut, and merges of lost tokens are left
-            known = self._ids
-            pairs = [p for p in pairs if p[0] in known and p[1] in known and p[0] + p[1] in known]
-            model = BPE(known, pairs, ignore_merges=self._pre.ignore_merges)
-        backend = Backend(model)
+        # Where a vocabulary was cut, merges of lost tokens are left, at which the library fails or panics.
+        known = self._ids
+        pairs = [p for p in pairs if p[0] in known and p[1] in known and p[0] + p[1] in known]
+        backend = Backend(BPE(known, pairs, ignore_merges=self._pre.ignore_merges))
         splits = [Split(Regex(p), "isolated") for p in self._pre.patterns]
         backend.pre_tokenizer = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
         return backend

@@ -189,7 +189,7 @@ pub trait Backend {
     /// Applies `activation` in place.
     fn activate(&mut self, activation: Activation, x: &mut Self::Buffer);
 
-    /// `x *= y`, or `x *= max(y, 0)`.
+    /// `x *= y`, or `x *= max(y, 0)`; zeros stay, whatever `y` is: a neuron that is off adds nothing.
     fn multiply(&mut self, x: &mut Self::Buffer, y: &Self::Buffer, relu: bool);
 
     /// `x += y`

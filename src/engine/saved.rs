@@ -1,10 +1,11 @@
 //! A sequence in a file: a header that says what model and layout it is of, the tokens, the cache, a checksum.
 
 use std::fs::File;
-use std::io::{BufWriter, Read, Write};
+use std::io::Read;
 use std::path::Path;
 
-use crate::backend::{FULL_BLOCKS, KV_BLOCK, KvShape};
+use crate::backend::{Activation, FULL_BLOCKS, KV_BLOCK, KvShape};
+use crate::files::WholeFile;
 use crate::gguf::Gguf;
 use crate::model::kv_cache::Sequence;
 use crate::{Error, Result};
@@ -12,18 +13,30 @@ use crate::{Error, Result};
 const MAGIC: &[u8; 8] = b"PIRSSEQ2";
 const HEADER: usize = 8 + 8 + 6 * 4 + 8;
 
-/// A number for a model's identity: its tensors' names, types and shapes, and the first bytes of each.
-pub fn fingerprint(gguf: &Gguf) -> u64 {
-    let mut shapes = crc32fast::Hasher::new();
+/// Pieces of a tensor that its content is known by, and bytes of each: all of a large one would take seconds.
+const PIECES: usize = 64;
+const PIECE: usize = 64;
+
+/// A number for a model's identity: its keys but for the vocabulary's, its activation, its tensors' names, types and
+/// shapes, and pieces of each from beginning to end.
+pub fn fingerprint(gguf: &Gguf, activation: Activation) -> u64 {
+    let mut form = crc32fast::Hasher::new();
     let mut content = crc32fast::Hasher::new();
+    form.update(activation.name().as_bytes());
+    for (name, value) in gguf.keys().iter().filter(|(name, _)| !name.starts_with("tokenizer.")) {
+        let mut bytes = name.as_bytes().to_vec();
+        value.write(&mut bytes);
+        form.update(&bytes);
+    }
     for t in gguf.tensors() {
-        shapes.update(format!("{} {} {:?};", t.name, t.dtype.name(), t.dims).as_bytes());
-        if let Some(matrix) = gguf.matrix(&t.name) {
-            let bytes = matrix.bytes();
-            content.update(&bytes[..bytes.len().min(256)]);
+        form.update(format!("{} {} {:?};", t.name, t.dtype.name(), t.dims).as_bytes());
+        let bytes = gguf.bytes(&t.name).unwrap_or_default();
+        let step = (bytes.len() / PIECES).max(PIECE);
+        for piece in bytes.chunks(step) {
+            content.update(&piece[..piece.len().min(PIECE)]);
         }
     }
-    (shapes.finalize() as u64) << 32 | content.finalize() as u64
+    (form.finalize() as u64) << 32 | content.finalize() as u64
 }
 
 fn header(kv: &KvShape, fingerprint: u64, n_tokens: usize) -> Vec<u8> {
@@ -37,23 +50,11 @@ fn header(kv: &KvShape, fingerprint: u64, n_tokens: usize) -> Vec<u8> {
 }
 
 pub fn save(sequence: &Sequence<Vec<u8>>, kv: &KvShape, fingerprint: u64, path: &Path) -> Result<()> {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(format!(".{}.partial", std::process::id()));
-    let partial = path.with_file_name(name);
-    let written = write(sequence, kv, fingerprint, &partial).and_then(|()| std::fs::rename(&partial, path));
-    if written.is_err() {
-        // The first failure is the one to tell; the leftover may not even be there.
-        let _ = std::fs::remove_file(&partial);
-    }
-    written.map_err(Error::io(path))
-}
-
-fn write(sequence: &Sequence<Vec<u8>>, kv: &KvShape, fingerprint: u64, path: &Path) -> std::io::Result<()> {
-    let mut file = BufWriter::new(File::create(path)?);
+    let mut file = WholeFile::create(path)?;
     let mut sum = crc32fast::Hasher::new();
     let mut put = |bytes: &[u8]| {
         sum.update(bytes);
-        file.write_all(bytes)
+        file.put(bytes)
     };
     put(&header(kv, fingerprint, sequence.len()))?;
     let tokens: Vec<u8> = sequence.tokens().iter().flat_map(|t| t.to_le_bytes()).collect();
@@ -61,8 +62,8 @@ fn write(sequence: &Sequence<Vec<u8>>, kv: &KvShape, fingerprint: u64, path: &Pa
     for block in sequence.blocks() {
         put(block)?;
     }
-    file.write_all(&sum.finalize().to_le_bytes())?;
-    file.into_inner()?.sync_all()
+    file.put(&sum.finalize().to_le_bytes())?;
+    file.finish()
 }
 
 pub fn restore(

@@ -1,11 +1,10 @@
 //! Writes GGUF files, header first and then tensor by tensor: nothing is kept in memory, and nothing half-written is left.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use crate::Result;
+use crate::files::WholeFile;
 use crate::quant::DType;
-use crate::{Error, Result};
 
 use super::header::Magic;
 use super::value::Value;
@@ -28,11 +27,9 @@ impl TensorSpec {
     }
 }
 
-/// A file on its way: it lies beside its place under another name until it is whole.
+/// A file on its way.
 pub struct Writer {
-    path: PathBuf,
-    partial: PathBuf,
-    out: Option<BufWriter<File>>,
+    file: WholeFile,
     /// Bytes of the tensors to come, the next one last.
     to_come: Vec<usize>,
 }
@@ -40,44 +37,22 @@ pub struct Writer {
 impl Writer {
     /// Writes the header of a file with these keys and tensors, in this order.
     pub fn create(path: &Path, magic: Magic, keys: &[(&str, Value)], tensors: &[TensorSpec]) -> Result<Self> {
-        let Some(name) = path.file_name() else {
-            return Err(Error::argument("path", path.display(), "the name of a file to write"));
-        };
-        let partial = path.with_file_name(format!(".{}.{}.partial", name.display(), std::process::id()));
-        let file = OpenOptions::new().write(true).create_new(true).open(&partial);
-        let out = Some(BufWriter::new(file.map_err(Error::io(path))?));
-        let to_come = tensors.iter().rev().map(TensorSpec::n_bytes).collect();
-        let mut writer = Self { path: path.to_owned(), partial, out, to_come };
-        writer.put(&header(magic, keys, tensors))?;
-        Ok(writer)
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        let out = self.out.as_mut().expect("there until the end");
-        out.write_all(bytes).map_err(Error::io(&self.path))
+        let mut file = WholeFile::create(path)?;
+        file.put(&header(magic, keys, tensors))?;
+        Ok(Self { file, to_come: tensors.iter().rev().map(TensorSpec::n_bytes).collect() })
     }
 
     /// Writes the next tensor. Panics where there is none, or one of another length.
     pub fn tensor(&mut self, bytes: &[u8]) -> Result<()> {
         assert_eq!(self.to_come.pop(), Some(bytes.len()), "the tensors that the header says");
-        self.put(bytes)?;
-        self.put(&[0; ALIGNMENT][..padding(bytes.len())])
+        self.file.put(bytes)?;
+        self.file.put(&[0; ALIGNMENT][..padding(bytes.len())])
     }
 
     /// Puts the file in its place, instead of what may be there. Panics where a tensor lacks.
-    pub fn finish(mut self) -> Result<()> {
+    pub fn finish(self) -> Result<()> {
         assert!(self.to_come.is_empty(), "the tensors that the header says");
-        let out = self.out.take().expect("there until the end");
-        let file = out.into_inner().map_err(|e| Error::io(&self.path)(e.into_error()))?;
-        file.sync_all().map_err(Error::io(&self.path))?;
-        std::fs::rename(&self.partial, &self.path).map_err(Error::io(&self.path))
-    }
-}
-
-impl Drop for Writer {
-    fn drop(&mut self) {
-        // After a rename there is nothing of that name; where removing fails there is nobody to tell.
-        let _ = std::fs::remove_file(&self.partial);
+        self.file.finish()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,10 @@ pub struct Engine {
     inner: Mutex<engine::Engine>,
     /// The thread that holds `inner`.
     owner: Mutex<Option<ThreadId>>,
+    /// Told when there is no owner any more.
+    freed: Condvar,
+    /// The process that made it.
+    process: u32,
     /// Sequences to forget as soon as `inner` is free: a finaliser may run while this thread holds it.
     to_free: Mutex<Vec<u64>>,
     gguf: Arc<Gguf>,
@@ -37,12 +41,13 @@ pub struct Engine {
 /// The engine, for as long as this lives.
 struct Held<'a> {
     engine: MutexGuard<'a, engine::Engine>,
-    owner: &'a Mutex<Option<ThreadId>>,
+    of: &'a Engine,
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        *lock(self.owner) = None;
+        *lock(&self.of.owner) = None;
+        self.of.freed.notify_one();
     }
 }
 
@@ -53,19 +58,61 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Engine {
-    /// Waits for the engine. Python code that runs while this thread holds it, a signal handler, must not ask again.
-    fn hold(&self) -> Result<Held<'_>> {
-        let me = std::thread::current().id();
-        if *lock(&self.owner) == Some(me) {
-            return Err(Error::argument("engine", "a call while a step of this thread runs", "one after it"));
-        }
-        let mut engine = lock(&self.inner);
-        *lock(&self.owner) = Some(me);
-        for sequence in lock(&self.to_free).drain(..) {
-            engine.free(sequence);
-        }
-        Ok(Held { engine, owner: &self.owner })
+    /// Runs `work` with the engine, once it is free, without the GIL.
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut engine::Engine) -> Result<T> + Send,
+    ) -> PyResult<T> {
+        let mut signal = None;
+        let result = enter(py, || work(&mut self.hold(&mut signal)?.engine));
+        signal.map_or(result, Err)
     }
+
+    /// Waits for the engine, and looks for signals meanwhile. Python code that runs while this thread holds it, a signal
+    /// handler, must not ask again.
+    fn hold(&self, signal: &mut Option<PyErr>) -> Result<Held<'_>> {
+        let is_forked = std::process::id() != self.process;
+        if is_forked && self.info.threads > 1 {
+            return Err(forked("the engine was made before this process was forked"));
+        }
+        let me = std::thread::current().id();
+        let mut owner = lock(&self.owner);
+        while let Some(other) = *owner {
+            if other == me {
+                return Err(Error::argument(
+                    "engine",
+                    "a call while a step of this thread runs",
+                    "one after it",
+                ));
+            }
+            if is_forked {
+                return Err(forked("the engine was at work when this process was forked"));
+            }
+            let (waited, timeout) =
+                self.freed.wait_timeout(owner, SIGNAL_INTERVAL).unwrap_or_else(PoisonError::into_inner);
+            owner = waited;
+            if timeout.timed_out() {
+                drop(owner);
+                *signal = Python::attach(|py| py.check_signals()).err();
+                if signal.is_some() {
+                    return Err(Error::Interrupted);
+                }
+                owner = lock(&self.owner);
+            }
+        }
+        *owner = Some(me);
+        drop(owner);
+        let mut held = Held { engine: lock(&self.inner), of: self };
+        for sequence in lock(&self.to_free).drain(..) {
+            held.engine.free(sequence);
+        }
+        Ok(held)
+    }
+}
+
+fn forked(what: &str) -> Error {
+    Error::Device { device: "cpu".to_owned(), reason: format!("{what}; make one here") }
 }
 
 pub fn parse_kv_type(name: &str) -> Result<DType> {
@@ -123,6 +170,8 @@ impl Engine {
             info: inner.info(),
             inner: Mutex::new(inner),
             owner: Mutex::new(None),
+            freed: Condvar::new(),
+            process: std::process::id(),
             to_free: Mutex::new(Vec::new()),
         })
     }
@@ -156,10 +205,7 @@ impl Engine {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (stats, kv_bytes) = enter(py, || {
-            let held = self.hold()?;
-            Ok((held.engine.stats().clone(), held.engine.kv_bytes()))
-        })?;
+        let (stats, kv_bytes) = self.with(py, |engine| Ok((engine.stats().clone(), engine.kv_bytes())))?;
         let out = PyDict::new(py);
         out.set_item("tokens", stats.tokens)?;
         out.set_item("bytes_read", stats.bytes_read)?;
@@ -171,9 +217,8 @@ impl Engine {
     }
 
     fn fired<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        let fired = enter(py, || {
-            let held = self.hold()?;
-            let layers = held.engine.stats().layers.iter();
+        let fired = self.with(py, |engine| {
+            let layers = engine.stats().layers.iter();
             layers.map(|counts| counts.fired.clone()).collect::<Option<Vec<_>>>().ok_or_else(|| {
                 Error::argument("count_neurons", "false when the engine was made", "true, to count neurons")
             })
@@ -182,22 +227,22 @@ impl Engine {
     }
 
     fn reset_stats(&self, py: Python<'_>) -> PyResult<()> {
-        enter(py, || {
-            self.hold()?.engine.reset_stats();
+        self.with(py, |engine| {
+            engine.reset_stats();
             Ok(())
         })
     }
 
     fn new_sequence(&self, py: Python<'_>) -> PyResult<u64> {
-        enter(py, || Ok(self.hold()?.engine.new_sequence()))
+        self.with(py, |engine| Ok(engine.new_sequence()))
     }
 
     fn fork(&self, py: Python<'_>, sequence: u64) -> PyResult<u64> {
-        enter(py, || self.hold()?.engine.fork(sequence))
+        self.with(py, |engine| engine.fork(sequence))
     }
 
     fn truncate(&self, py: Python<'_>, sequence: u64, length: usize) -> PyResult<()> {
-        enter(py, || self.hold()?.engine.truncate(sequence, length))
+        self.with(py, |engine| engine.truncate(sequence, length))
     }
 
     fn free(&self, sequence: u64) {
@@ -209,15 +254,15 @@ impl Engine {
     }
 
     fn tokens(&self, py: Python<'_>, sequence: u64) -> PyResult<Vec<u32>> {
-        enter(py, || Ok(self.hold()?.engine.sequence(sequence)?.tokens().to_vec()))
+        self.with(py, |engine| Ok(engine.sequence(sequence)?.tokens().to_vec()))
     }
 
     fn save(&self, py: Python<'_>, sequence: u64, path: PathBuf) -> PyResult<()> {
-        enter(py, || self.hold()?.engine.save(sequence, &path))
+        self.with(py, |engine| engine.save(sequence, &path))
     }
 
     fn restore(&self, py: Python<'_>, path: PathBuf) -> PyResult<u64> {
-        enter(py, || self.hold()?.engine.restore(&path))
+        self.with(py, |engine| engine.restore(&path))
     }
 
     fn step<'py>(
@@ -230,13 +275,11 @@ impl Engine {
             .map(|(sequence, tokens, n)| (sequence, tokens.as_array().to_vec(), n))
             .collect();
         let mut signal = None;
-        let logits = enter(py, || {
+        let logits = self.with(py, |engine| {
             let requests: Vec<Request> = batch
                 .iter()
                 .map(|(sequence, tokens, n)| Request { sequence: *sequence, tokens, n_logits: *n })
                 .collect();
-            let mut held = self.hold()?;
-            let engine = &mut held.engine;
             let mut last = Instant::now();
             let n_vocab = engine.model().config.n_vocab;
             let logits = engine.step(&requests, &mut || {

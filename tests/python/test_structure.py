@@ -12,7 +12,17 @@ from .conftest import ROOT
 RUST = sorted((ROOT / "src").rglob("*.rs"))
 PYTHON = sorted((ROOT / "python").rglob("*.py"))
 # Lowest first; a room may use those before it. `gguf` and `backend` stand side by side.
-RUST_ROOMS = {"error": 0, "quant": 1, "gguf": 2, "backend": 2, "sparse": 3, "model": 4, "engine": 5, "python": 6}
+RUST_ROOMS = {
+    "error": 0,
+    "files": 1,
+    "quant": 1,
+    "gguf": 2,
+    "backend": 2,
+    "sparse": 3,
+    "model": 4,
+    "engine": 5,
+    "python": 6,
+}
 PYTHON_ROOMS = {
     "_engine": 0,
     "pre_tokenizers": 0,

@@ -149,6 +149,16 @@ def test_broken_keys_do_no_harm(vocab):
         assert isinstance(t.encode("some text"), list)
 
 
+def test_merges_of_lost_tokens_do_no_harm():
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b"],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.token_type": [1, 1],
+    }
+    assert Tokenizer(metadata).encode("ab") == [0, 1]
+
+
 def test_lone_surrogates(tokenizer):
     for name in GOLDEN:
         assert tokenizer(name).decode(tokenizer(name).encode("a\ud800b")) == "a?b"

@@ -10,7 +10,7 @@ fn every_chunk_runs_once() {
     for threads in [1, 2, 3, 8] {
         let pool = Pool::new(threads).unwrap();
         pool.enter(|team| {
-            for n in [0, 1, 2, 7, 1000] {
+            for n in [0, 1, 2, 7, 1000, 3 << 20] {
                 let counts: Vec<AtomicUsize> = (0..n).map(|_| AtomicUsize::new(0)).collect();
                 team.run(n, &|i| {
                     counts[i].fetch_add(1, Ordering::Relaxed);

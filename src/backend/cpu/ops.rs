@@ -281,7 +281,8 @@ impl Backend for Cpu<'_> {
     fn multiply(&mut self, x: &mut Vec<f32>, y: &Vec<f32>, relu: bool) {
         self.for_values(x, &|start, x| {
             for (x, y) in x.iter_mut().zip(&y[start..]) {
-                *x *= if relu && *y <= 0.0 { 0.0 } else { *y };
+                let product = *x * if relu && *y <= 0.0 { 0.0 } else { *y };
+                *x = if *x == 0.0 { *x } else { product };
             }
         });
     }

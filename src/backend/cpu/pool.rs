@@ -122,7 +122,12 @@ impl Team {
             (0..n_chunks).for_each(f);
             return;
         }
-        assert!((n_chunks as u64) < CHUNK_MASK, "an operation of {n_chunks} chunks");
+        let most = CHUNK_MASK as usize - 1;
+        if n_chunks > most {
+            let each = n_chunks.div_ceil(most);
+            let several = |c: usize| (c * each..((c + 1) * each).min(n_chunks)).for_each(f);
+            return self.run(n_chunks.div_ceil(each), &several);
+        }
         // SAFETY: only the lifetime changes. Nobody calls the job after this function has returned: a thread calls
         // it only for a chunk it has claimed, and all claimed chunks are waited for below.
         let job = unsafe { std::mem::transmute::<&(dyn Fn(usize) + Sync), Job>(f) };

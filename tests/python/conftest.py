@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,11 @@ def synthesize(vocab, tmp_path_factory):
         return out
 
     return write
+
+
+def heed_ctrl_c() -> None:
+    """For a child: heed Ctrl-C, also where the tests run in the background and don't."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_cli(*args: object, stdin: bytes = b"", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from .conftest import DATA, run_cli
+from .conftest import DATA, heed_ctrl_c, run_cli
 
 TINY = DATA / "tiny" / "llama-q4_0.powerinfer.gguf"
 
@@ -134,7 +134,7 @@ def test_help_and_version():
 
 def test_ctrl_c_is_exit_130():
     command = [sys.executable, "-m", "powerinfer_rs", "generate", "-p", "Once", "-n", "-1", "--ignore-eos"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c)
     assert process.stdout.read(8)
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)

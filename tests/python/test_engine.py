@@ -27,6 +27,8 @@ from powerinfer_rs import (
 
 from gguf import GGUFReader
 
+from .conftest import heed_ctrl_c
+
 PROMPT = "The capital of France is"
 
 
@@ -305,7 +307,7 @@ def test_ctrl_c_stops_a_long_prefill():
         except KeyboardInterrupt:
             print("stopped", e.stats()["kv_bytes"], flush=True)
     """)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c)
     assert process.stdout.readline() == "ready\n"
     time.sleep(1)
     started = time.perf_counter()

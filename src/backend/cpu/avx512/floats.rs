@@ -60,6 +60,33 @@ pub unsafe fn dot_float<F: Floats>(rows: Rows, x: &Operand, out: *mut f32, strid
     over_tiles!(float_tile::<F>(rows, x, out, stride) by 6 2 1);
 }
 
+/// Adds the products of the columns from `at` on that `mask` names.
+///
+/// # Safety
+/// Rows and activations have these columns; the processor has the instruction set.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn add_columns<F: Floats, const T: usize>(
+    rows: &[*const u8; 4],
+    x_rows: &[&[f32]; T],
+    at: usize,
+    mask: __mmask16,
+    sums: &mut [[__m512; T]; 4],
+) {
+    let mut weights = [_mm512_setzero_ps(); 4];
+    for r in 0..4 {
+        // SAFETY: the masked lanes lie inside the rows.
+        weights[r] = unsafe { F::load(rows[r].add(at * F::BYTES), mask) };
+    }
+    for t in 0..T {
+        // SAFETY: the masked lanes lie inside the activations.
+        let x = unsafe { _mm512_maskz_loadu_ps(mask, x_rows[t].as_ptr().add(at)) };
+        for r in 0..4 {
+            sums[r][t] = _mm512_fmadd_ps(weights[r], x, sums[r][t]);
+        }
+    }
+}
+
 /// # Safety
 /// As [`Dot`].
 #[inline]
@@ -75,25 +102,17 @@ unsafe fn float_tile<F: Floats, const T: usize>(
 ) {
     let x_rows: [&[f32]; T] = std::array::from_fn(|t| x.float_row(first + t));
     let mut sums = [[_mm512_setzero_ps(); T]; 4];
-    let mut at = 0;
-    while at < x.n_cols {
+    let whole = x.n_cols / 16 * 16;
+    for at in (0..whole).step_by(16) {
         if T == 1 {
             fetch(next, at * F::BYTES, 16 * F::BYTES);
         }
-        let mask = first_lanes(x.n_cols - at);
-        let mut weights = [_mm512_setzero_ps(); 4];
-        for r in 0..4 {
-            // SAFETY: the masked lanes lie inside the rows.
-            weights[r] = unsafe { F::load(rows[r].add(at * F::BYTES), mask) };
-        }
-        for t in 0..T {
-            // SAFETY: the masked lanes lie inside the activations.
-            let x = unsafe { _mm512_maskz_loadu_ps(mask, x_rows[t].as_ptr().add(at)) };
-            for r in 0..4 {
-                sums[r][t] = _mm512_fmadd_ps(weights[r], x, sums[r][t]);
-            }
-        }
-        at += 16;
+        // SAFETY: sixteen columns of the rows and of the activations.
+        unsafe { add_columns::<F, T>(rows, &x_rows, at, 0xffff, &mut sums) };
+    }
+    if whole < x.n_cols {
+        // SAFETY: as above, for the columns left.
+        unsafe { add_columns::<F, T>(rows, &x_rows, whole, first_lanes(x.n_cols - whole), &mut sums) };
     }
     for r in 0..keep {
         for t in 0..T {

@@ -7,6 +7,8 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 import zipfile
 
 import highspy
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from powerinfer_rs import Engine, InvalidArgumentError, ModelFormatError, _engine
 from powerinfer_rs.workshop import load_counts, profile, split
 
-from .conftest import DATA, run_cli
+from .conftest import DATA, ROOT, run_cli
 
 INDEX = DATA / "tiny" / "llama-f16.powerinfer.gguf.generated.gpuidx"
 N_LAYERS, N_FF = 3, 256
@@ -290,6 +292,21 @@ def test_a_split_is_checked(tiny):
         split(path, counts[:2], [1.0])
     with pytest.raises(InvalidArgumentError, match="counts"):
         split(path, [values[:9] for values in counts], [1.0])
+
+
+def test_the_simulation_prints_a_row_for_each_published_figure():
+    script = ROOT / "benches" / "simulate_hybrid.py"
+    sparse, dense = (
+        subprocess.run(
+            [sys.executable, script, "--falcon-density", d, "--llama-density", d],
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout.splitlines()[-5:]
+        for d in ("0.1", "0.9")
+    )
+    for fast, slow in zip(sparse, dense, strict=True):
+        assert float(fast.split("|")[6]) >= float(fast.split("|")[7]) > float(slow.split("|")[7])
 
 
 def test_the_command_writes_an_index(tiny, tmp_path, folder):

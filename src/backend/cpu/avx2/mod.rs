@@ -389,7 +389,7 @@ impl Floats for BF16 {
 /// As [`Dot`].
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn dot_float<F: Floats>(rows: Rows, x: &Operand, out: *mut f32, stride: usize) {
-    over_tiles!(float_tile::<F>(rows, x, out, stride) by 2 1);
+    over_tiles!(float_tile::<F>(rows, x, out, stride) by 3 1);
 }
 
 /// # Safety
@@ -409,16 +409,16 @@ unsafe fn float_tile<F: Floats, const T: usize>(
     let mut sums = [[_mm256_setzero_ps(); T]; 4];
     let whole = x.n_cols / 8 * 8;
     let mut step = |at: usize, rows: &[*const u8; 4], x: &[*const f32; T]| {
-        let mut weights = [_mm256_setzero_ps(); 4];
-        for r in 0..4 {
-            // SAFETY: the callers below point to eight weights from `at` on.
-            weights[r] = unsafe { F::load(rows[r].add(at * F::BYTES)) };
-        }
+        let mut values = [_mm256_setzero_ps(); T];
         for t in 0..T {
-            // SAFETY: likewise to eight activations.
-            let x = unsafe { _mm256_loadu_ps(x[t].add(at)) };
-            for r in 0..4 {
-                sums[r][t] = _mm256_fmadd_ps(weights[r], x, sums[r][t]);
+            // SAFETY: the callers below point to eight activations from `at` on.
+            values[t] = unsafe { _mm256_loadu_ps(x[t].add(at)) };
+        }
+        for r in 0..4 {
+            // SAFETY: likewise to eight weights.
+            let weights = unsafe { F::load(rows[r].add(at * F::BYTES)) };
+            for t in 0..T {
+                sums[r][t] = _mm256_fmadd_ps(weights, values[t], sums[r][t]);
             }
         }
     };

@@ -13,13 +13,10 @@ use crate::backend::{Activation, Backend, FULL_BLOCKS, KV_BLOCK, KvShape};
 use crate::gguf::Gguf;
 use crate::model::forward::{Part, Pass, Scratch};
 use crate::model::kv_cache::Sequence;
-use crate::model::{Model, Options, Progress};
+use crate::model::{BATCH, Model, Options, Progress};
 use crate::quant::DType;
 use crate::sparse::{Counts, Sparsity};
 use crate::{Error, Result};
-
-/// Tokens that go through the model side by side.
-const BATCH: usize = 512;
 
 type Block = Vec<u8>;
 

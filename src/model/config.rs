@@ -169,8 +169,9 @@ impl<'a> Keys<'a> {
         Ok(())
     }
 
-    pub fn config(&self, n_vocab: usize, freq_factors: Option<Vec<f32>>) -> Result<Config> {
+    pub fn config(&self, freq_factors: Option<Vec<f32>>) -> Result<Config> {
         self.refuse_unknown_forms()?;
+        let n_vocab = self.gguf.tensor("token_embd.weight").map_or(1, |t| t.dims[1..].iter().product());
         let file = self.file();
         let field = |key: &str| format!("key {}", self.name(key));
         let n_embd = self.need("embedding_length")?;

@@ -5,10 +5,10 @@ use crate::quant::DType;
 use crate::sparse::placement::{Demand, LayerDemand};
 use crate::{Error, Result};
 
+use super::BATCH;
 use super::config::Keys;
+use super::layout::turned_type;
 
-/// Tokens of a prompt that a device takes at a time.
-pub const PREFILL_TOKENS: usize = 512;
 /// Rows of activations, as wide as the residual, that a layer has at once.
 const RESIDUAL_ROWS: u64 = 8;
 /// And rows as wide as the FFN.
@@ -23,8 +23,7 @@ pub fn demand(
     context: u64,
     counts: Vec<Vec<u64>>,
 ) -> Result<Demand> {
-    let n_vocab = gguf.tensor("token_embd.weight").map_or(1, |t| t.dims[1..].iter().product());
-    let config = Keys::new(gguf)?.config(n_vocab, None)?;
+    let config = Keys::new(gguf)?.config(None)?;
     if counts.len() != config.n_layers {
         let expected = format!("{}, one a layer", config.n_layers);
         return Err(Error::argument("counts", format!("{} layers", counts.len()), expected));
@@ -37,7 +36,7 @@ pub fn demand(
     let cache = 2 * n_ctx as u64 * kv_type.row_bytes(kv_row) as u64;
     let empty = |counts| LayerDemand { attention: 0, cache, predictor: 0, neuron: 0, counts };
     let rows = RESIDUAL_ROWS * config.n_embd as u64 + FFN_ROWS * config.n_ff as u64;
-    let overhead = context + 4 * (PREFILL_TOKENS as u64 * rows + config.n_vocab as u64);
+    let overhead = context + 4 * (BATCH as u64 * rows + config.n_vocab as u64);
     let mut demand = Demand { layers: counts.into_iter().map(empty).collect(), head: 0, overhead };
     let is_tied = gguf.tensor("output.weight").is_none();
     for tensor in gguf.tensors() {
@@ -57,12 +56,9 @@ pub fn demand(
                 layer.neuron += n_bytes / n_ff
             }
             // Turned at load, where a neuron's outputs become a row.
-            "ffn_down.weight"
-                if tensor.dtype.is_quantized() && config.n_embd % DType::Q8_0.block_len() == 0 =>
-            {
-                layer.neuron += DType::Q8_0.row_bytes(config.n_embd) as u64
+            "ffn_down.weight" => {
+                layer.neuron += turned_type(tensor.dtype, config.n_embd).row_bytes(config.n_embd) as u64
             }
-            "ffn_down.weight" => layer.neuron += n_bytes / n_ff,
             _ => layer.attention += n_bytes,
         }
     }

@@ -178,16 +178,21 @@ fn out_of_memory(e: std::io::Error) -> Error {
     Error::Device { device: "cpu".to_owned(), reason: format!("no memory for the weights: {e}") }
 }
 
-/// A down projection that has an output a row as one that has a neuron a row. Float types stay what they are; quantised
-/// ones, whose blocks run along the other side, become Q8_0, whose error is far below theirs.
-fn turn(down: &Linear, team: &Team) -> Result<Linear> {
-    let w = &down.weight;
-    let (n_embd, n_ff) = (w.n_rows(), w.n_cols());
-    let dtype = match w.dtype() {
+/// The type of a down projection's rows, `n_embd` long, once a neuron is one. Float types stay what they are; quantised ones,
+/// whose blocks run along the other side, become Q8_0, whose error is far below theirs.
+pub fn turned_type(dtype: DType, n_embd: usize) -> DType {
+    match dtype {
         float @ (DType::F32 | DType::F16 | DType::BF16) => float,
         _ if n_embd.is_multiple_of(DType::Q8_0.block_len()) => DType::Q8_0,
         _ => DType::F32,
-    };
+    }
+}
+
+/// A down projection that has an output a row as one that has a neuron a row.
+fn turn(down: &Linear, team: &Team) -> Result<Linear> {
+    let w = &down.weight;
+    let (n_embd, n_ff) = (w.n_rows(), w.n_cols());
+    let dtype = turned_type(w.dtype(), n_embd);
     let row_bytes = dtype.row_bytes(n_embd);
     let mut pages = pages(n_ff * row_bytes)?;
     let parts = Parts::new(pages.as_mut_slice());

@@ -1,7 +1,7 @@
 //! A model: its numbers, its weights, its one forward pass, and the sequences it continues.
 //!
-//! `arch` is the table of architectures, `config` reads keys, `weights` binds tensors, `layout` says how they lie in memory, `rope` and `kv_cache` are what
-//! they say, `forward` is the pass. Uses every room below it: `gguf`, `quant`, `backend`, `sparse`.
+//! `arch` is the table of architectures, `config` reads keys, `weights` binds tensors, `layout` says how they lie in
+//! memory, `demand` what they weigh, `rope` and `kv_cache` are what they say, `forward` is the pass. Uses every room below it: `gguf`, `quant`, `backend`, `sparse`.
 
 pub mod arch;
 pub mod config;
@@ -20,6 +20,9 @@ use crate::sparse::Sparsity;
 use crate::sparse::ffn::Ffn;
 
 pub use config::Config;
+
+/// Tokens that go through the model side by side.
+pub const BATCH: usize = 512;
 
 /// Told of layers loaded and layers in all; says whether to go on.
 pub type Progress<'a> = dyn FnMut(usize, usize) -> ControlFlow<()> + 'a;

@@ -152,12 +152,11 @@ impl Model {
     ) -> Result<Self> {
         let keys = Keys::new(gguf)?;
         let mut binder = Binder { gguf, bound: HashSet::new() };
-        let n_vocab = gguf.tensor("token_embd.weight").map_or(1, |t| t.dims[1..].iter().product());
         let freq_factors = match gguf.tensor("rope_freqs.weight") {
             Some(info) => binder.vector("rope_freqs.weight", info.dims[0])?,
             None => None,
         };
-        let config = keys.config(n_vocab, freq_factors)?;
+        let config = keys.config(freq_factors)?;
         let c = &config;
         let token_embd = binder.need("token_embd.weight", c.n_vocab, c.n_embd)?;
         let positions = match c.arch.learned_positions {

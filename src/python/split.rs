@@ -6,11 +6,11 @@ use numpy::{IntoPyArray, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
+use crate::Result;
 use crate::gguf::Gguf;
 use crate::model::demand::demand;
 use crate::sparse::gpu_index::GpuIndex;
 use crate::sparse::placement::{DevicePlan, place};
-use crate::{Error, Result};
 
 use super::engine::parse_kv_type;
 use super::error::enter;
@@ -104,14 +104,5 @@ pub fn write_gpu_index(
     capacity: u64,
 ) -> PyResult<()> {
     let hot = vectors(&hot);
-    enter(py, || {
-        for (layer, hot) in hot.iter().enumerate() {
-            let is_sound = hot.is_sorted_by(|a, b| a < b) && hot.last().is_none_or(|n| (*n as usize) < n_ff);
-            if !is_sound {
-                let expected = format!("numbers from 0 to {}, ascending, each once", n_ff - 1);
-                return Err(Error::argument("hot", format!("layer {layer}"), expected));
-            }
-        }
-        GpuIndex { capacity, n_ff, hot }.write(&path)
-    })
+    enter(py, || GpuIndex { capacity, n_ff, hot }.write(&path))
 }

@@ -48,6 +48,13 @@ impl GpuIndex {
 
     /// Writes the file at `path`, with the tensors and keys of the original's writer in its order.
     pub fn write(&self, path: &Path) -> Result<()> {
+        let is_sound = |hot: &Vec<u32>| {
+            hot.is_sorted_by(|a, b| a < b) && hot.last().is_none_or(|n| (*n as usize) < self.n_ff)
+        };
+        if let Some(layer) = self.hot.iter().position(|hot| !is_sound(hot)) {
+            let expected = format!("numbers below {}, ascending, each once", self.n_ff);
+            return Err(Error::argument("hot", format!("layer {layer}"), expected));
+        }
         let keys = [
             (ARCHITECTURE_KEY, Value::String(ARCHITECTURE.to_owned())),
             (BLOCK_COUNT_KEY, Value::U32(self.hot.len() as u32)),

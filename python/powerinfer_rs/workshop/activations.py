@@ -25,7 +25,7 @@ from ..engine import Engine
 
 Counts = list[NDArray[np.uint64]]
 
-_NAME = re.compile(r"activation_(\d+)")
+_NAME = re.compile(r"activation_\d+")
 #: The most bytes of a pickle that describes one tensor; real ones have a few hundred.
 _MAX_PICKLE = 1 << 16
 #: What counts given as fractions become, at most.
@@ -106,6 +106,13 @@ def _read_pt(file: Path, n: int) -> NDArray[Any]:
         raise _bad(file, "data.pkl", f"{type(error).__name__}: {error}", "a 1-D tensor of numbers") from None
 
 
+def _read_folder(folder: Path, n_ff: int) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The tensors of a folder's files `activation_N.pt`."""
+    for file in sorted(folder.glob("*.pt")):
+        if _NAME.fullmatch(file.stem):
+            yield file.stem, _read_pt(file, n_ff)
+
+
 def _read_npz(file: Path, n_ff: int) -> Iterator[tuple[str, NDArray[Any]]]:
     """The arrays of an .npz, each held against its length before any memory is taken for it."""
     try:
@@ -157,21 +164,13 @@ def load_counts(path: str | os.PathLike[str], n_layers: int, n_ff: int) -> Count
     """
     path = Path(path)
     found: dict[int, NDArray[Any]] = {}
-    if path.is_dir():
-        names = sorted(entry.name for entry in path.iterdir() if re.fullmatch(_NAME.pattern + r"\.pt", entry.name))
-        arrays = ((name.removesuffix(".pt"), path / name) for name in names)
-        items: Iterator[tuple[str, Any]] = arrays
-    else:
-        items = _read_npz(path, n_ff)
-    for name, content in items:
-        matched = _NAME.fullmatch(name)
-        assert matched
-        layer = int(matched[1])
+    for name, values in (_read_folder if path.is_dir() else _read_npz)(path, n_ff):
+        layer = int(name.removeprefix("activation_"))
         if layer in found:
             raise _bad(path, name, f"layer {layer} twice", "each layer once")
         if layer >= n_layers:
             raise _bad(path, name, f"layer {layer}", f"0 to {n_layers - 1}, the model's layers")
-        found[layer] = _read_pt(content, n_ff) if isinstance(content, Path) else content
+        found[layer] = values
     for layer in range(n_layers):
         if layer not in found:
             raise _bad(path, f"activation_{layer}", "nothing", f"one of {n_layers} layers")

@@ -48,8 +48,8 @@ pub struct Panels {
 /// `out[t * stride + r] = rows[r] · x[t]`; where `goes_on`, added to what is there, the sums of the columns before.
 ///
 /// # Safety
-/// Rows of activations have the tile's columns, and were taken with its `share`; `out` has places for `n` results of each; the processor has the kernel's
-/// instruction set.
+/// Rows of activations have the tile's columns, and were taken with its `share`; `out` has places for `n` results of each;
+/// the processor has the kernel's instruction set.
 pub type Gemm =
     unsafe fn(weights: &WeightTile, n: usize, x: &[WordRow], goes_on: bool, out: *mut f32, stride: usize);
 

@@ -9,7 +9,7 @@ use crate::quant::{Block, DType, GROUP, Groups, Interleaved};
 use crate::with_block;
 
 use super::kernels::{Dot, Kernels, Panels, Rows, over_tiles, table};
-use super::operand::{Operand, QRow};
+use super::operand::{Operand, Q_BLOCK, QRow};
 use super::panels::{self, Registers, instantiate_panels};
 use super::portable;
 use registers::{DotProduct, MatrixProduct, Neon, prefetch};
@@ -145,7 +145,7 @@ unsafe fn four_rows<R: Registers<Ints = int32x4_t, Floats = float32x4_t>, B: Blo
                     }
                     let pairs = [vpaddq_s32(of_rows[0], of_rows[1]), vpaddq_s32(of_rows[2], of_rows[3])];
                     let dots = R::to_floats(vpaddq_s32(pairs[0], pairs[1]));
-                    let d = *x_rows[t].d.as_ptr().add((block * B::LEN + g * GROUP) / 64);
+                    let d = *x_rows[t].d.as_ptr().add((block * B::LEN + g * GROUP) / Q_BLOCK);
                     sums[t] = R::multiply_add(dots, R::multiply(scale, R::splat_float(d)), sums[t]);
                     if B::HAS_MIN {
                         sums[t] = R::multiply_add(min, R::splat_float(d * x_sum as f32), sums[t]);

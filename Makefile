@@ -10,7 +10,7 @@ endef
 export CHAT
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test bench lint fmt wheel build fuzz clean
+.PHONY: run test test-gpu bench lint fmt wheel build fuzz kernels clean
 
 run: build
 	$(BIN)/powerinfer generate --special --no-echo -n 64 --temp 0 -p "$$CHAT"
@@ -29,14 +29,50 @@ build: $(VENV)/.installed
 lint: build
 	cargo fmt --check
 	cargo clippy -q --release --features python --all-targets -- -D warnings
-	$(BIN)/ruff format --check -q python tests benches
-	$(BIN)/ruff check -q python tests benches
+	$(BIN)/ruff format --check -q python tests benches tools
+	$(BIN)/ruff check -q python tests benches tools
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest powerinfer_rs._engine --mypy-config-file pyproject.toml
 
-test: lint
+test: lint kernels
 	cargo test -q --release
 	$(BIN)/python -m pytest
+	$(MAKE) test-gpu
+
+# GPU code on no GPU: the kernels' sources compiled for the host, behind a libcuda.so of our own.
+EMULATOR := target/cuda_emulator
+EMULATOR_SOURCES := $(wildcard tests/cuda_emulator/*) $(wildcard src/backend/cuda/kernels/*.cu*)
+EMULATOR_BUILD := g++ -std=c++17 -O3 -g1 -fPIC -shared -march=native -ffp-contract=off -fno-strict-aliasing -ftls-model=initial-exec -pthread \
+	-Wall -Wextra -Wno-unknown-pragmas -Wno-sign-compare -Wl,-soname,libcuda.so \
+	tests/cuda_emulator/kernels.cpp tests/cuda_emulator/driver.cpp
+
+$(EMULATOR)/libcuda.so: $(EMULATOR_SOURCES)
+	mkdir -p $(@D)
+	$(EMULATOR_BUILD) -o $@
+
+$(EMULATOR)/sanitized/libcuda.so: $(EMULATOR_SOURCES)
+	mkdir -p $(@D)
+	$(EMULATOR_BUILD) -fsanitize=address,undefined -fno-sanitize-recover=all -o $@
+
+# What runs on it unchanged: tests of the engine, of logits, and of sequences.
+ON_GPU := tests/python/test_engine.py tests/python/test_logits.py tests/python/test_sharing.py \
+	tests/python/test_speculation.py tests/python/test_architectures.py
+SANITIZED := LD_LIBRARY_PATH=$(EMULATOR)/sanitized LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" \
+	ASAN_OPTIONS=detect_leaks=0
+
+test-gpu: build $(EMULATOR)/libcuda.so $(EMULATOR)/sanitized/libcuda.so
+	LD_LIBRARY_PATH=$(EMULATOR) cargo test -q --release --test gpu
+	LD_LIBRARY_PATH=$(EMULATOR) $(BIN)/python -m pytest tests/gpu $(ON_GPU)
+	LD_LIBRARY_PATH=$(EMULATOR) EMULATOR_ORDER=reversed $(BIN)/python -m pytest tests/gpu/test_logits_on_gpu.py
+	$(SANITIZED) $(BIN)/python -m pytest tests/gpu/test_logits_on_gpu.py
+
+# Two versions: the older one's PTX runs with every driver from 525 on, the newer one knows all architectures.
+$(VENV)/nvrtc/%:
+	$(BIN)/python -m pip install -q --no-deps --target $@ nvidia-cuda-nvrtc-cu12==$*
+
+kernels: $(VENV)/.installed $(VENV)/nvrtc/12.0.140 $(VENV)/nvrtc/12.9.86
+	$(BIN)/python tools/build_kernels.py --nvrtc $(VENV)/nvrtc/12.0.140 --check
+	$(BIN)/python tools/build_kernels.py --nvrtc $(VENV)/nvrtc/12.9.86 --cubins
 
 # `make test` does a hundred thousand.
 fuzz:
@@ -51,8 +87,8 @@ wheel: $(VENV)/.installed
 
 fmt:
 	cargo fmt
-	$(BIN)/ruff check -q --fix python tests benches
-	$(BIN)/ruff format -q python tests benches
+	$(BIN)/ruff check -q --fix python tests benches tools
+	$(BIN)/ruff format -q python tests benches tools
 
 clean:
 	rm -rf target dist $(VENV)

@@ -3,22 +3,27 @@
 mod saved;
 
 use std::collections::HashMap;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::backend::cpu::Cpu;
 use crate::backend::cpu::kernels::{self, Kernels};
 use crate::backend::cpu::pool::{Pool, default_threads};
-use crate::backend::{Activation, Backend, FULL_BLOCKS, KV_BLOCK, KvShape};
+use crate::backend::cuda;
+use crate::backend::{Activation, FULL_BLOCKS, KV_BLOCK, KvShape};
 use crate::gguf::Gguf;
-use crate::model::forward::{Part, Pass, Scratch};
+use crate::model::cache::KvBlock;
+use crate::model::demand::{Usage, demand, device_shape};
+use crate::model::devices::{Part, Setup, away};
 use crate::model::kv_cache::Sequence;
+use crate::model::schedule::{self, Pass, Schedule};
 use crate::model::{BATCH, Model, Options, Progress};
 use crate::quant::DType;
+use crate::sparse::ffn::Down;
+use crate::sparse::placement::{DevicePlan, place, place_given};
 use crate::sparse::{Counts, Sparsity};
 use crate::{Error, Result};
-
-type Block = Vec<u8>;
 
 #[derive(Clone, Debug, Default)]
 pub struct EngineOptions {
@@ -38,6 +43,28 @@ pub struct EngineOptions {
     pub interleave: Option<bool>,
     /// Whether to count how often each neuron fires.
     pub count_neurons: bool,
+    /// GPUs to use; none for the processor alone.
+    pub gpus: Vec<GpuOptions>,
+    /// Tokens side by side; none for [`BATCH`], which is the most.
+    pub batch: Option<usize>,
+    /// Positions whose cache GPUs have room for; none: the context. What is longer lies in the host's memory.
+    pub gpu_context: Option<usize>,
+    /// How often each neuron of each layer fired, by which GPUs are given neurons; none where nobody knows.
+    pub neuron_counts: Option<Vec<Vec<u64>>>,
+    /// The neurons of each layer that GPUs are to have, in place of a choice by counts.
+    pub hot_neurons: Option<Vec<Vec<u32>>>,
+}
+
+/// A GPU that an engine may use.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuOptions {
+    pub number: usize,
+    /// Bytes of its memory.
+    pub budget: u64,
+    /// Bytes of those that its context takes before anything is placed there.
+    pub context: u64,
+    /// The fewest neurons of a layer that are worth handing over.
+    pub least: usize,
 }
 
 /// Names a sequence of one engine.
@@ -78,6 +105,18 @@ pub struct Info {
     /// Memory that weights take beside the mapped file.
     pub converted_bytes: usize,
     pub is_interleaved: bool,
+    pub gpus: Vec<GpuInfo>,
+}
+
+/// What an engine has on a GPU.
+#[derive(Clone, Debug)]
+pub struct GpuInfo {
+    pub number: usize,
+    pub name: String,
+    pub budget: u64,
+    pub plan: DevicePlan,
+    /// Bytes allocated, without the context's.
+    pub used: u64,
 }
 
 pub struct Engine {
@@ -87,10 +126,12 @@ pub struct Engine {
     pool: Pool,
     kv: KvShape,
     n_ctx: usize,
+    batch: usize,
     threshold: f32,
-    sequences: HashMap<SequenceId, Sequence<Block>>,
+    sequences: HashMap<SequenceId, Sequence<KvBlock>>,
     next_id: SequenceId,
-    scratch: Scratch<Vec<f32>>,
+    schedule: Schedule,
+    gpus: Vec<GpuInfo>,
     stats: Stats,
 }
 
@@ -109,7 +150,7 @@ impl Engine {
             sparsity: options.sparsity,
             interleave: options.interleave,
         };
-        let model = Model::load(&gguf, &model_options, kernels, &pool, progress)?;
+        let mut model = Model::bind(&gguf, &model_options)?;
         let c = &model.config;
         let n_ctx = n_ctx(options.n_ctx, &model)?;
         let threshold = options.sparse_threshold.unwrap_or(c.sparse_threshold);
@@ -131,6 +172,47 @@ impl Engine {
             false => Counts::default(),
         };
         let stats = Stats { layers: vec![counts; c.n_layers], ..Stats::default() };
+        let batch = options.batch.unwrap_or(BATCH);
+        if !(1..=BATCH).contains(&batch) {
+            return Err(Error::argument("batch", batch, format!("1 to {BATCH}")));
+        }
+        let n_cached = options.gpu_context.unwrap_or(n_ctx).min(n_ctx);
+        let usage = Usage { n_ctx, n_cached, batch, kv_type: dtype, mode: model.sparsity };
+        let plans = plan(&gguf, &model, options, &usage)?;
+        let is_head_away = plans.iter().any(|plan| plan.head);
+        let away = away(&plans, model.config.n_layers);
+        // A layer is done once whoever has its attention has it.
+        let (mut done, n_layers) = (0, model.config.n_layers);
+        let mut layer_done = |_, _| {
+            done += 1;
+            progress(done, n_layers)
+        };
+        model.lay_out(&model_options, &away, is_head_away, kernels, &pool, &mut |i, n| {
+            if away[i - 1].attention { ControlFlow::Continue(()) } else { layer_done(i, n) }
+        })?;
+        let shape = device_shape(&model.config, &gguf, &usage);
+        let mut parts = Vec::new();
+        let mut gpus = Vec::new();
+        for (gpu, plan) in options.gpus.iter().zip(plans) {
+            // Nothing of the model: the device is left alone.
+            if plan.n_attention == 0 {
+                continue;
+            }
+            let context = gpu.context;
+            let setup = Setup { model: &model, shape, kv, context, count_neurons: options.count_neurons };
+            let name = cuda::device(gpu.number)?.name;
+            let part = Part::load(&setup, gpu.number, gpu.budget, plan, &mut layer_done)?;
+            let used = part.gpu.stream().used();
+            gpus.push(GpuInfo {
+                number: gpu.number,
+                name,
+                budget: gpu.budget,
+                plan: part.plan.clone(),
+                used,
+            });
+            parts.push(part);
+        }
+        let schedule = Schedule::new(&model, kv, parts);
         Ok(Self {
             gguf: Arc::new(gguf),
             model,
@@ -138,10 +220,12 @@ impl Engine {
             pool,
             kv,
             n_ctx,
+            batch,
             threshold,
             sequences: HashMap::new(),
             next_id: 0,
-            scratch: Scratch::default(),
+            schedule,
+            gpus,
             stats,
         })
     }
@@ -171,26 +255,30 @@ impl Engine {
             kv_type: self.kv.dtype,
             converted_bytes: self.model.converted_bytes,
             is_interleaved: self.model.is_interleaved,
+            gpus: self.gpus.clone(),
             kv_bytes_per_token: self.kv.block_bytes(FULL_BLOCKS) / KV_BLOCK,
         }
     }
 
-    pub fn stats(&self) -> &Stats {
-        &self.stats
+    pub fn stats(&self) -> Result<Stats> {
+        let mut stats = self.stats.clone();
+        self.schedule.add_counts(self.model.sparsity, &mut stats.layers)?;
+        Ok(stats)
     }
 
-    pub fn reset_stats(&mut self) {
+    pub fn reset_stats(&mut self) -> Result<()> {
         let counts = |layer: &Counts| match &layer.fired {
             Some(fired) => Counts::one_by_one(fired.len()),
             None => Counts::default(),
         };
         self.stats = Stats { layers: self.stats.layers.iter().map(counts).collect(), ..Stats::default() };
+        self.schedule.reset_counts()
     }
 
     /// Bytes of the KV cache blocks in use; shared ones count once.
     pub fn kv_bytes(&self) -> usize {
         let blocks = self.sequences.values().flat_map(|s| s.blocks());
-        let distinct: HashMap<_, _> = blocks.map(|b| (Arc::as_ptr(b), b.len())).collect();
+        let distinct: HashMap<_, _> = blocks.map(|b| (Arc::as_ptr(b), b.n_bytes())).collect();
         distinct.values().sum()
     }
 
@@ -199,17 +287,17 @@ impl Engine {
         self.insert(Sequence::default())
     }
 
-    fn insert(&mut self, sequence: Sequence<Block>) -> SequenceId {
+    fn insert(&mut self, sequence: Sequence<KvBlock>) -> SequenceId {
         self.next_id += 1;
         self.sequences.insert(self.next_id, sequence);
         self.next_id
     }
 
-    pub fn sequence(&self, id: SequenceId) -> Result<&Sequence<Block>> {
+    pub fn sequence(&self, id: SequenceId) -> Result<&Sequence<KvBlock>> {
         self.sequences.get(&id).ok_or_else(|| unknown(id))
     }
 
-    fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence<Block>> {
+    fn sequence_mut(&mut self, id: SequenceId) -> Result<&mut Sequence<KvBlock>> {
         self.sequences.get_mut(&id).ok_or_else(|| unknown(id))
     }
 
@@ -236,14 +324,19 @@ impl Engine {
 
     /// Writes a sequence with its cache to `path`; a file that is there is replaced when all is written.
     pub fn save(&self, id: SequenceId, path: &Path) -> Result<()> {
-        saved::save(self.sequence(id)?, &self.kv, self.fingerprint(), path)
+        let sequence = self.sequence(id)?;
+        let blocks = sequence.blocks();
+        let block = |index: usize| self.schedule.cache().read(&blocks[index], index);
+        saved::save(sequence.tokens(), blocks.len(), block, &self.kv, self.fingerprint(), path)
     }
 
     /// A new sequence of what `path` holds, which the same model must have written.
     pub fn restore(&mut self, path: &Path) -> Result<SequenceId> {
         let n_vocab = self.model.config.n_vocab;
-        let sequence = saved::restore(&self.kv, self.fingerprint(), self.n_ctx, n_vocab, path)?;
-        Ok(self.insert(sequence))
+        let (tokens, blocks) = saved::restore(&self.kv, self.fingerprint(), self.n_ctx, n_vocab, path)?;
+        let block = |(index, bytes): (usize, &Vec<u8>)| self.schedule.cache().write(bytes, index);
+        let blocks = blocks.iter().enumerate().map(block).collect::<Result<_>>()?;
+        Ok(self.insert(Sequence::restored(tokens, blocks)))
     }
 
     /// Continues sequences side by side. Returns the wanted logits, (n, n_vocab), in the requests' order.
@@ -251,7 +344,7 @@ impl Engine {
     pub fn step(&mut self, requests: &[Request], interrupted: &mut dyn FnMut() -> bool) -> Result<Vec<f32>> {
         self.pool.check_process()?;
         self.check(requests)?;
-        let mut sequences: Vec<Sequence<Block>> =
+        let mut sequences: Vec<Sequence<KvBlock>> =
             requests.iter().map(|r| self.sequences.remove(&r.sequence).expect("checked")).collect();
         let lengths: Vec<usize> = sequences.iter().map(Sequence::len).collect();
         let result = self.run(requests, &mut sequences, interrupted);
@@ -292,13 +385,13 @@ impl Engine {
     fn run(
         &mut self,
         requests: &[Request],
-        sequences: &mut [Sequence<Block>],
+        sequences: &mut [Sequence<KvBlock>],
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<Vec<f32>> {
         let mut logits = Vec::new();
         let mut done = vec![0; requests.len()];
         loop {
-            let mut room = BATCH;
+            let mut room = self.batch;
             let mut parts = Vec::new();
             for ((r, sequence), done) in requests.iter().zip(sequences.iter_mut()).zip(&mut done) {
                 let n = room.min(r.tokens.len() - *done);
@@ -308,7 +401,8 @@ impl Engine {
                 let (start, end) = (*done, *done + n);
                 let first_wanted = r.tokens.len() - r.n_logits.min(r.tokens.len());
                 let n_logits = end.saturating_sub(first_wanted.max(start));
-                parts.push(Part { sequence, tokens: &r.tokens[start..end], n_logits });
+                let tokens = &r.tokens[start..end];
+                parts.push(schedule::Request { sequence, tokens, n_logits });
                 *done = end;
                 room -= n;
             }
@@ -316,16 +410,12 @@ impl Engine {
                 return Ok(logits);
             }
             let n_tokens: usize = parts.iter().map(|p| p.tokens.len()).sum();
-            let mut pass = Pass {
-                model: &self.model,
-                kv: &self.kv,
-                threshold: self.threshold,
-                interrupted: &mut *interrupted,
-            };
-            let (scratch, stats) = (&mut self.scratch, &mut self.stats);
+            let threshold = self.threshold;
+            let mut pass = Pass { model: &self.model, threshold, interrupted: &mut *interrupted };
+            let (schedule, stats) = (&mut self.schedule, &mut self.stats);
             self.pool.enter(|team| -> Result<()> {
                 let mut cpu = Cpu::new(self.kernels, team);
-                logits.extend_from_slice(pass.run(&mut cpu, &mut parts, scratch, &mut stats.layers)?);
+                logits.extend(schedule.run(&mut pass, &mut cpu, &mut parts, &mut stats.layers)?);
                 stats.bytes_read += cpu.bytes_read();
                 stats.tokens += n_tokens as u64;
                 Ok(())
@@ -354,4 +444,22 @@ fn n_ctx(asked: Option<usize>, model: &Model) -> Result<usize> {
         (Some(n), _) => Ok(n),
         (None, most) => Ok(model.config.n_ctx_train.min(most.unwrap_or(usize::MAX))),
     }
+}
+
+/// What goes to each of the GPUs asked for.
+fn plan(gguf: &Gguf, model: &Model, options: &EngineOptions, usage: &Usage) -> Result<Vec<DevicePlan>> {
+    let Some(first) = options.gpus.first() else { return Ok(Vec::new()) };
+    let c = &model.config;
+    // Where nobody knows what fires, all neurons are alike.
+    let alike = || vec![vec![1; c.n_ff]; c.n_layers];
+    let counts = options.neuron_counts.clone().unwrap_or_else(alike);
+    let demand = demand(gguf, usage, first.context, counts)?;
+    let budgets: Vec<u64> = options.gpus.iter().map(|gpu| gpu.budget).collect();
+    if let Some(hot) = &options.hot_neurons {
+        return place_given(&demand, &budgets, hot);
+    }
+    // An FFN that is run in full and has an output a row isn't worth turning: all of it goes, or none.
+    let is_whole = model.layers.iter().any(|layer| matches!(layer.ffn.down, Down::Outputs(_)));
+    let least = if model.sparsity == Sparsity::Dense && is_whole { c.n_ff } else { first.least };
+    place(&demand, &budgets, least)
 }

@@ -19,6 +19,7 @@ __all__ = [
     "PowerInferError",
     "UnsupportedModelError",
     "decode_tensor",
+    "gpus",
     "inspect",
     "instruction_sets",
     "plan",
@@ -72,10 +73,30 @@ class Info(TypedDict):
     sparsity: Literal["predicted", "exact", "dense"]
     sparse_threshold: float
     device: str
+    gpus: list[GpuInfo]
     instruction_set: str
     threads: int
     kv_type: Literal["f32", "f16", "q8_0"]
     kv_bytes_per_token: int
+
+@type_check_only
+class Gpu(TypedDict):
+    """A GPU that the driver knows; `total` and `free` are bytes of its memory."""
+
+    number: int
+    name: str
+    total: int
+    free: int
+
+@type_check_only
+class GpuInfo(TypedDict):
+    """What an engine has on a GPU: bytes it may use, bytes allocated (without the device's context), and the plan."""
+
+    number: int
+    name: str
+    budget: int
+    used: int
+    plan: Placement
 
 @type_check_only
 class Stats(TypedDict):
@@ -113,11 +134,25 @@ class Engine:
         kv_type: str = "f16",
         interleave: bool | None = None,
         count_neurons: bool = False,
+        batch: int | None = None,
+        gpus: list[tuple[int, int, int, int]] | None = None,
+        gpu_context: int | None = None,
+        neuron_counts: list[NDArray[np.uint64]] | None = None,
+        hot_neurons: list[NDArray[np.uint32]] | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> Engine:
         """Load a model; `progress` is called with layers done and layers in all.
 
         With `count_neurons` it counts how often each FFN neuron fires, for `fired`.
+
+        `batch` tokens go through the model side by side, 512 at most.
+
+        `gpus` are the GPUs to use: number, bytes of memory, bytes of them for the device's context, and the fewest
+        neurons of a layer worth handing over. They have room for the cache of `gpu_context` positions. Neurons go there
+        by `neuron_counts`, (n_ff,) a layer, or those of `hot_neurons`, their numbers, ascending, a layer each.
+
+        Raises:
+            DeviceError: A GPU can't be used, or its memory doesn't suffice.
         """
 
     def metadata(self) -> dict[str, Any]:
@@ -183,16 +218,21 @@ class PlacedBytes(TypedDict):
     neurons: int
 
 @type_check_only
-class DevicePlan(TypedDict):
-    """What a plan puts on one device. A device has a range of layers of its own."""
+class Placement(TypedDict):
+    """What a device has. A device has a range of layers of its own."""
 
     layers: tuple[int, int]
     n_attention: int
     n_predictors: int
     head: bool
     bytes: PlacedBytes
-    coverage: float
     hot: list[NDArray[np.uint32]]
+
+@type_check_only
+class DevicePlan(Placement):
+    """What a plan puts on one device; `coverage` is the share of its layers' activations that falls on its neurons."""
+
+    coverage: float
 
 @type_check_only
 class GpuIndex(TypedDict):
@@ -200,6 +240,13 @@ class GpuIndex(TypedDict):
 
     capacity: int
     hot: list[NDArray[np.uint32]]
+
+def gpus() -> list[Gpu]:
+    """The GPUs that the NVIDIA driver knows; none where there is no driver.
+
+    Raises:
+        DeviceError: The driver fails.
+    """
 
 def plan(
     path: str | PathLike[str],

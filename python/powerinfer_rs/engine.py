@@ -18,6 +18,7 @@ from . import _engine
 from ._engine import ContextOverflowError, DeviceError, InvalidArgumentError
 from .arguments import check_known, check_number, check_whole, stop_strings
 from .completion import Completion, Run, StopStrings
+from .gpus import Use, check_device, choose
 from .models import resolve
 from .sampling import Sampler, SamplingParams
 from .speculation import PromptLookup
@@ -38,13 +39,19 @@ class Engine:
         sparse_threshold: The predictor score from which a neuron is computed; none for the file's.
         activation: "relu", "silu" or "gelu" where the file's own isn't right.
         kv_type: How keys and values are cached: "f16", "q8_0" or "f32". The first 256 positions are always float32.
-        device: "auto" or "cpu".
-        vram_budget: GB of GPU memory to use; 0 or none here, since this build has no GPU.
+        device: "cpu"; "cuda" for all GPUs, "cuda:0,1" for some; "auto" for GPUs where there are any, and for the
+            processor, with a warning, where they fail.
+        vram_budget: GB (2^30 bytes) of GPU memory to use, for each GPU where it is a list; none for what is free, 0 for
+            the processor alone.
         seed: What `generate` and `stream` draw with when they aren't given a seed; none for a fresh one each time.
         interleave: Whether weights are copied into large pages, with sixteen rows side by side where all are read: it
             is faster. False leaves the file mapped in place, None copies where that is known to take no more than half
             of the free memory. The text is the same.
         count_neurons: Count how often each FFN neuron fires, for `powerinfer_rs.workshop`.
+        batch: The most tokens of a prompt that go through the model side by side, up to 512: fewer take less memory.
+        gpu_index: Which neurons live on GPUs: "auto" by the model's `.generated.gpuidx` where there is one that fits
+            the budget, otherwise by the counts in the folder `activation` beside the model; "reset" without looking at
+            that file; "off" by neither; or the path of such a file.
         progress: Called with layers loaded and layers in all.
 
     Raises:
@@ -71,14 +78,16 @@ class Engine:
         activation: str | None = None,
         kv_type: str = "f16",
         device: str = "auto",
-        vram_budget: float | None = None,
+        vram_budget: float | Sequence[float] | None = None,
         seed: int | None = None,
         interleave: bool | None = None,
         count_neurons: bool = False,
+        batch: int = 512,
+        gpu_index: str | os.PathLike[str] = "auto",
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        _check_device(device, vram_budget)
-        for name, value, most in (("threads", threads, 1024), ("n_ctx", n_ctx, 2**31 - 1)):
+        check_device(device, vram_budget)
+        for name, value, most in (("threads", threads, 1024), ("n_ctx", n_ctx, 2**31 - 1), ("batch", batch, 512)):
             if value is not None:
                 check_whole(name, value, 1, most)
         if seed is not None:
@@ -91,18 +100,35 @@ class Engine:
         if interleave is not None and not isinstance(interleave, bool):
             raise InvalidArgumentError(f"interleave: got {interleave!r}, expected True, False or None")
         self._seed = seed
-        self._engine = _engine.Engine(
-            resolve(path),
-            threads=threads,
-            n_ctx=n_ctx,
-            sparsity=sparsity,
-            sparse_threshold=sparse_threshold,
-            activation=activation,
-            kv_type=kv_type,
-            interleave=interleave,
-            count_neurons=count_neurons,
-            progress=progress,
-        )
+        model = resolve(path)
+
+        def load(use: Use) -> _engine.Engine:
+            return _engine.Engine(
+                model,
+                threads=threads,
+                n_ctx=n_ctx,
+                sparsity=sparsity,
+                sparse_threshold=sparse_threshold,
+                activation=activation,
+                kv_type=kv_type,
+                interleave=interleave,
+                count_neurons=count_neurons,
+                batch=batch,
+                gpus=use.gpus,
+                gpu_context=use.context,
+                neuron_counts=use.neuron_counts,
+                hot_neurons=use.hot_neurons,
+                progress=progress,
+            )
+
+        try:
+            use = choose(model, device, vram_budget, n_ctx=n_ctx, kv_type=kv_type, gpu_index=gpu_index)
+            self._engine = load(use)
+        except DeviceError as error:
+            if device != "auto":
+                raise
+            _log.warning("running on the processor: %s", error)
+            self._engine = load(Use())
         info = self._engine.info()
         if info["architecture"] == "falcon" and not info["has_predictors"] and activation is None:
             _log.warning(
@@ -121,8 +147,9 @@ class Engine:
         """One line: what runs where, and how."""
         i = self._engine.info()
         converted = i["converted_bytes"] / 1e6
+        gpus = "".join(f"{g['used'] / 1e6:.1f} MB on cuda:{g['number']} ({g['name']}), " for g in i["gpus"])
         return (
-            f"{Path(i['path']).name}: {i['architecture']}, {i['weight_bytes'] / 1e6:.1f} MB mapped on {i['device']}"
+            f"{Path(i['path']).name}: {i['architecture']}, {gpus}{i['weight_bytes'] / 1e6:.1f} MB mapped on cpu"
             f"{f', {converted:.1f} MB rearranged' if converted else ''} "
             f"({i['instruction_set']}, threads: {i['threads']}), {i['sparsity']} FFN ({i['activation']}), "
             f"{i['kv_type']} cache of {i['n_ctx']} tokens"
@@ -516,7 +543,9 @@ class Engine:
 
         Returns:
             `device`, `instruction_set`, `threads`, `sparsity`, `sparse_threshold`, `activation`, `kv_type`, `n_ctx`,
-            `architecture`, `path`, `interleaved`; `tokens` run so far; `bytes_read`: bytes of weights read for them;
+            `architecture`, `path`, `interleaved`; `gpus`: of each its `number`, `name`, `budget` and bytes `used`, and
+            the `plan` of what is there; `tokens` run so far; `bytes_read`: bytes of weights that the processor read
+            for them;
             `density`: for each layer the share of FFN neurons selected for the average token; `active`: the share that
             contributed; `weight_bytes` mapped, `converted_bytes` of weights beside them; `kv_bytes` in use;
             `kv_bytes_per_token`.
@@ -546,16 +575,3 @@ class Engine:
         if not hasattr(self, "_engine"):  # a debugger looks at one whose loading failed
             return "<powerinfer_rs.Engine, not loaded>"
         return f"<powerinfer_rs.Engine {self.summary()}>"
-
-
-def _check_device(device: str, vram_budget: float | None) -> None:
-    if not isinstance(device, str) or (device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:")):
-        raise InvalidArgumentError(f"device: got {device!r}, expected auto or cpu")
-    if device.startswith("cuda"):
-        raise DeviceError(f"device {device}: this build runs on the processor only; expected auto or cpu")
-    if vram_budget is not None:
-        check_number("vram_budget", vram_budget)
-    if vram_budget is not None and vram_budget < 0:
-        raise InvalidArgumentError(f"vram_budget: got {vram_budget}, expected GB from 0 on")
-    if vram_budget:
-        _log.warning("vram_budget %s GB goes unused: this build runs on the processor only", vram_budget)

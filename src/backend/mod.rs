@@ -1,11 +1,10 @@
 //! What a device must be able to do, as a dozen verbs over rows of activations, and the devices that can.
 //!
-//! The forward pass and the sparse FFN are written against [`Backend`] alone. `cpu` is the one device so far; it never
-//! sees another. Uses `error` and `quant`.
+//! A layer's attention is written against [`Backend`] alone, its FFN against [`NeuronBackend`] where the host runs it; a
+//! GPU has kernels for all of an FFN. `cpu` and `cuda` never see each other. Uses `error` and `quant`.
 
 pub mod cpu;
-
-use std::sync::Arc;
+pub mod cuda;
 
 use crate::quant::{DType, Matrix};
 use crate::{Error, Result};
@@ -110,10 +109,30 @@ impl KvShape {
     }
 }
 
-/// Where a token of a batch stands: its sequence's cached blocks, and its position in them.
-pub struct Place<'a, B> {
-    pub blocks: &'a [Arc<B>],
-    pub position: usize,
+/// A block of a sequence's cache in the host's memory.
+pub enum HostBlock<'a> {
+    /// Of this sequence alone, to write into.
+    Own(&'a mut [u8]),
+    Shared(&'a [u8]),
+}
+
+impl HostBlock<'_> {
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            HostBlock::Own(bytes) => bytes,
+            HostBlock::Shared(bytes) => bytes,
+        }
+    }
+}
+
+/// The cache that a batch's tokens read and extend, where the host has it.
+pub struct HostCache<'a> {
+    /// Of the layers that are the host's.
+    pub shape: KvShape,
+    /// Blocks of each sequence.
+    pub sequences: Vec<Vec<HostBlock<'a>>>,
+    /// Of each token, the sequence and the position in it. Tokens of a sequence follow one another.
+    pub tokens: Vec<(usize, usize)>,
 }
 
 /// Neurons that at least one token of a batch needs, and which token needs which.
@@ -126,6 +145,14 @@ pub struct Neurons {
 }
 
 impl Neurons {
+    /// Those of `list`, on for each of `n_tokens`.
+    pub fn these(&mut self, list: &[u32], n_tokens: usize) {
+        self.list.clear();
+        self.list.extend_from_slice(list);
+        self.on.clear();
+        self.on.resize(list.len() * n_tokens, true);
+    }
+
     /// All of `n` neurons, on for each of `n_tokens`.
     pub fn all(&mut self, n: usize, n_tokens: usize) {
         self.list.clear();
@@ -138,25 +165,39 @@ impl Neurons {
 /// A device at work on one forward pass. Buffers hold rows of float32, one a token; what a verb writes, it resizes.
 pub trait Backend {
     type Buffer: Default;
-    type KvBlock: Clone;
-
-    /// Rows `ids` of `table`.
-    fn embed(&mut self, table: &Matrix, ids: &[u32], out: &mut Self::Buffer);
-
-    /// Adds rows `ids` of `table` to `x`.
-    fn add_embedding(&mut self, table: &Matrix, ids: &[u32], x: &mut Self::Buffer);
+    /// A [`Linear`] where the device has it.
+    type Linear;
+    /// A [`Norm`] where the device has it.
+    type Norm;
+    /// The cache that the batch's tokens read and extend.
+    type Cache<'c>;
 
     /// Normalises every run of `norm.weight.len()` values.
-    fn norm(&mut self, norm: &Norm, x: &Self::Buffer, out: &mut Self::Buffer);
+    fn norm(&mut self, norm: &Self::Norm, x: &Self::Buffer, out: &mut Self::Buffer);
 
     /// Multiplies the rows of `x` with each of `linears`, adding its bias.
     fn matmul<const N: usize>(
         &mut self,
-        linears: [&Linear; N],
+        linears: [&Self::Linear; N],
         x: &Self::Buffer,
         out: [&mut Self::Buffer; N],
     );
 
+    /// `x += y`
+    fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer);
+
+    /// Turns the heads of every token of `x`.
+    fn rope(&mut self, rotations: &Rotations, x: &mut Self::Buffer);
+
+    /// Writes the keys and values of every token; `layer` is its number in the cache.
+    fn store(&mut self, cache: &mut Self::Cache<'_>, layer: usize, k: &Self::Buffer, v: &Self::Buffer);
+
+    /// Causal attention of every token's query heads over its sequence, itself included.
+    fn attend(&mut self, cache: &Self::Cache<'_>, layer: usize, q: &Self::Buffer, out: &mut Self::Buffer);
+}
+
+/// A device that runs an FFN verb by verb and says after each what came of it.
+pub trait NeuronBackend: Backend<Linear = Linear> {
     /// As `matmul`, for the rows `neurons.list` of `linear` alone: `out` is (n_tokens, list.len()). Where a neuron is off for a
     /// token, zero may take the place of the product.
     fn matmul_rows(&mut self, linear: &Linear, neurons: &Neurons, x: &Self::Buffer, out: &mut Self::Buffer);
@@ -191,44 +232,4 @@ pub trait Backend {
 
     /// `x *= y`, or `x *= max(y, 0)`; zeros stay, whatever `y` is: a neuron that is off adds nothing.
     fn multiply(&mut self, x: &mut Self::Buffer, y: &Self::Buffer, relu: bool);
-
-    /// `x += y`
-    fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer);
-
-    /// Turns the heads of every token of `x`.
-    fn rope(&mut self, rotations: &Rotations, x: &mut Self::Buffer);
-
-    /// An empty block, number `index` of a sequence.
-    fn kv_block(&mut self, shape: &KvShape, index: usize) -> Self::KvBlock;
-
-    /// Writes row `token` of `k` and `v` into `block`, the one of `position`.
-    fn store(
-        &mut self,
-        shape: &KvShape,
-        layer: usize,
-        k: &Self::Buffer,
-        v: &Self::Buffer,
-        token: usize,
-        block: &mut Self::KvBlock,
-        position: usize,
-    );
-
-    /// Causal attention of every token's query heads over its sequence, itself included.
-    fn attend(
-        &mut self,
-        shape: &KvShape,
-        layer: usize,
-        q: &Self::Buffer,
-        places: &[Place<Self::KvBlock>],
-        out: &mut Self::Buffer,
-    );
-
-    /// Keeps the rows `tokens`, ascending.
-    fn take_rows(&mut self, x: &mut Self::Buffer, width: usize, tokens: &[usize]);
-
-    /// The buffer's values, on the host.
-    fn read<'a>(&mut self, x: &'a Self::Buffer) -> &'a [f32];
-
-    /// Bytes of weights read so far.
-    fn bytes_read(&self) -> u64;
 }

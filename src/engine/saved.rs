@@ -7,7 +7,6 @@ use std::path::Path;
 use crate::backend::{Activation, FULL_BLOCKS, KV_BLOCK, KvShape};
 use crate::files::WholeFile;
 use crate::gguf::Gguf;
-use crate::model::kv_cache::Sequence;
 use crate::{Error, Result};
 
 const MAGIC: &[u8; 8] = b"PIRSSEQ2";
@@ -49,30 +48,39 @@ fn header(kv: &KvShape, fingerprint: u64, n_tokens: usize) -> Vec<u8> {
     out
 }
 
-pub fn save(sequence: &Sequence<Vec<u8>>, kv: &KvShape, fingerprint: u64, path: &Path) -> Result<()> {
+/// Writes `tokens` with their cache: `block` has the bytes of each.
+pub fn save(
+    tokens: &[u32],
+    n_blocks: usize,
+    mut block: impl FnMut(usize) -> Result<Vec<u8>>,
+    kv: &KvShape,
+    fingerprint: u64,
+    path: &Path,
+) -> Result<()> {
     let mut file = WholeFile::create(path)?;
     let mut sum = crc32fast::Hasher::new();
     let mut put = |bytes: &[u8]| {
         sum.update(bytes);
         file.put(bytes)
     };
-    put(&header(kv, fingerprint, sequence.len()))?;
-    let tokens: Vec<u8> = sequence.tokens().iter().flat_map(|t| t.to_le_bytes()).collect();
+    put(&header(kv, fingerprint, tokens.len()))?;
+    let tokens: Vec<u8> = tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
     put(&tokens)?;
-    for block in sequence.blocks() {
-        put(block)?;
+    for index in 0..n_blocks {
+        put(&block(index)?)?;
     }
     file.put(&sum.finalize().to_le_bytes())?;
     file.finish()
 }
 
+/// What `path` holds: tokens, and the bytes of their cache's blocks.
 pub fn restore(
     kv: &KvShape,
     fingerprint: u64,
     n_ctx: usize,
     n_vocab: usize,
     path: &Path,
-) -> Result<Sequence<Vec<u8>>> {
+) -> Result<(Vec<u32>, Vec<Vec<u8>>)> {
     // Before it is opened: opening a pipe would wait for its other end.
     let meta = std::fs::metadata(path).map_err(Error::io(path))?;
     if !meta.is_file() {
@@ -130,5 +138,5 @@ pub fn restore(
     if u32::from_le_bytes(stored) != computed {
         return bad("checksum", format!("{:08x}", u32::from_le_bytes(stored)), format!("{computed:08x}"));
     }
-    Ok(Sequence::restored(tokens, blocks))
+    Ok((tokens, blocks))
 }

@@ -1,28 +1,71 @@
-//! What a model's parts weigh, from a file's header alone: nothing is loaded.
+//! What a model's parts weigh on a device, from a file's header alone: nothing is loaded.
 
-use crate::gguf::Gguf;
+use crate::backend::cuda::cache::cache_bytes;
+use crate::backend::cuda::form::Form;
+use crate::backend::cuda::workspace::Shape;
+use crate::backend::{KV_BLOCK, KvShape};
+use crate::gguf::{Gguf, TensorInfo};
 use crate::quant::DType;
+use crate::sparse::Sparsity;
 use crate::sparse::placement::{Demand, LayerDemand};
 use crate::{Error, Result};
 
-use super::BATCH;
-use super::config::Keys;
+use super::config::{Config, Keys};
 use super::layout::turned_type;
 
-/// Rows of activations, as wide as the residual, that a layer has at once.
-const RESIDUAL_ROWS: u64 = 8;
-/// And rows as wide as the FFN.
-const FFN_ROWS: u64 = 3;
+/// Columns of a tensor, and rows.
+fn n_cols(tensor: &TensorInfo) -> usize {
+    tensor.dims[0]
+}
 
-/// The bytes of each part of `gguf`, with a cache of `n_ctx` positions of `kv_type`, on a device whose own context takes
-/// `context` bytes. `counts` says how often each neuron of each layer fired.
-pub fn demand(
-    gguf: &Gguf,
-    n_ctx: usize,
-    kv_type: DType,
-    context: u64,
-    counts: Vec<Vec<u64>>,
-) -> Result<Demand> {
+fn n_rows(tensor: &TensorInfo) -> usize {
+    tensor.dims[1..].iter().product()
+}
+
+/// Bytes of a tensor in the form that a device has it in.
+fn device_bytes(tensor: &TensorInfo) -> u64 {
+    // Vectors are decoded.
+    let form = if tensor.dims.len() == 1 { Form::F32 } else { Form::of(tensor.dtype) };
+    (n_rows(tensor) * form.row_bytes(n_cols(tensor))) as u64
+}
+
+/// How an engine will be used.
+#[derive(Clone, Copy, Debug)]
+pub struct Usage {
+    /// The longest text, in tokens.
+    pub n_ctx: usize,
+    /// Positions whose cache devices have room for.
+    pub n_cached: usize,
+    /// Tokens side by side.
+    pub batch: usize,
+    pub kv_type: DType,
+    pub mode: Sparsity,
+}
+
+/// The sizes of a device's buffers.
+pub fn device_shape(config: &Config, gguf: &Gguf, usage: &Usage) -> Shape {
+    let Usage { n_ctx, n_cached, batch, mode, .. } = *usage;
+    let is_fc1 = |t: &TensorInfo| mode == Sparsity::Predicted && t.name.ends_with(".fc1.weight");
+    let rank = |t: &TensorInfo| if is_fc1(t) { n_rows(t) } else { 0 };
+    Shape {
+        n_embd: config.n_embd,
+        n_ff: config.n_ff,
+        n_heads: config.n_heads,
+        n_kv_heads: config.n_kv_heads,
+        head_dim: config.head_dim,
+        rank: gguf.tensors().map(rank).max().unwrap_or(0),
+        n_vocab: config.n_vocab,
+        n_pairs: config.rope.as_ref().map_or(0, |_| config.head_dim / 2),
+        batch: batch.min(n_ctx),
+        n_blocks: n_ctx.div_ceil(KV_BLOCK),
+        n_cached: n_cached.div_ceil(KV_BLOCK),
+    }
+}
+
+/// The bytes of each part of `gguf` on a device whose own context takes `context` bytes. `counts` says how often each neuron
+/// of each layer fired.
+pub fn demand(gguf: &Gguf, usage: &Usage, context: u64, counts: Vec<Vec<u64>>) -> Result<Demand> {
+    let mode = usage.mode;
     let config = Keys::new(gguf)?.config(None)?;
     if counts.len() != config.n_layers {
         let expected = format!("{}, one a layer", config.n_layers);
@@ -32,15 +75,20 @@ pub fn demand(
         let got = format!("{} counts for layer {layer}", counts.len());
         return Err(Error::argument("counts", got, format!("{}, one a neuron", config.n_ff)));
     }
-    let kv_row = config.n_kv_heads * config.head_dim;
-    let cache = 2 * n_ctx as u64 * kv_type.row_bytes(kv_row) as u64;
+    let kv = KvShape {
+        n_layers: 1,
+        n_kv_heads: config.n_kv_heads,
+        head_dim: config.head_dim,
+        dtype: usage.kv_type,
+    };
+    let shape = device_shape(&config, gguf, usage);
+    let cache = cache_bytes(&kv, shape.n_cached) as u64;
     let empty = |counts| LayerDemand { attention: 0, cache, predictor: 0, neuron: 0, counts };
-    let rows = RESIDUAL_ROWS * config.n_embd as u64 + FFN_ROWS * config.n_ff as u64;
-    let overhead = context + 4 * (BATCH as u64 * rows + config.n_vocab as u64);
+    let overhead = context + shape.bytes(config.n_layers);
     let mut demand = Demand { layers: counts.into_iter().map(empty).collect(), head: 0, overhead };
     let is_tied = gguf.tensor("output.weight").is_none();
     for tensor in gguf.tensors() {
-        let n_bytes = tensor.range.len() as u64;
+        let n_bytes = device_bytes(tensor);
         let of_layer = tensor.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
         let Some((number, part)) = of_layer else {
             if tensor.name.starts_with("output") || is_tied && tensor.name == "token_embd.weight" {
@@ -51,10 +99,15 @@ pub fn demand(
         let Some(layer) = number.parse().ok().and_then(|n: usize| demand.layers.get_mut(n)) else { continue };
         let n_ff = config.n_ff as u64;
         match part {
-            "fc1.weight" | "fc2.weight" => layer.predictor += n_bytes,
-            "ffn_gate.weight" | "ffn_up.weight" | "ffn_down_t.weight" | "ffn_up.bias" => {
-                layer.neuron += n_bytes / n_ff
+            "fc1.weight" | "fc2.weight" if mode == Sparsity::Predicted => layer.predictor += n_bytes,
+            "fc1.weight" | "fc2.weight" => {}
+            "ffn_gate.weight" | "ffn_up.weight" => {
+                let form = gate_and_up(gguf, number).unwrap_or(Form::of(tensor.dtype));
+                layer.neuron += form.row_bytes(n_cols(tensor)) as u64;
             }
+            "ffn_down_t.weight" | "ffn_gate.bias" | "ffn_up.bias" => layer.neuron += n_bytes.div_ceil(n_ff),
+            // All of a layer's neurons or none: it stays as it is.
+            "ffn_down.weight" if mode == Sparsity::Dense => layer.neuron += n_bytes.div_ceil(n_ff),
             // Turned at load, where a neuron's outputs become a row.
             "ffn_down.weight" => {
                 layer.neuron += turned_type(tensor.dtype, config.n_embd).row_bytes(config.n_embd) as u64
@@ -63,4 +116,10 @@ pub fn demand(
         }
     }
     Ok(demand)
+}
+
+/// The form that a layer's gate and up share, where it has both.
+fn gate_and_up(gguf: &Gguf, layer: &str) -> Option<Form> {
+    let dtype = |name: &str| gguf.tensor(&format!("blk.{layer}.{name}.weight")).map(|t| t.dtype);
+    Some(Form::shared(dtype("ffn_gate")?, dtype("ffn_up")?))
 }

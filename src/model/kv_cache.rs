@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use crate::Result;
 use crate::backend::KV_BLOCK;
 
 pub struct Sequence<B> {
@@ -23,7 +24,7 @@ impl<B> Clone for Sequence<B> {
     }
 }
 
-impl<B: Clone> Sequence<B> {
+impl<B> Sequence<B> {
     /// A sequence of known content; `blocks` cover `tokens`.
     pub fn restored(tokens: Vec<u32>, blocks: Vec<B>) -> Self {
         assert_eq!(blocks.len(), tokens.len().div_ceil(KV_BLOCK));
@@ -52,17 +53,30 @@ impl<B: Clone> Sequence<B> {
         self.blocks.truncate(self.tokens.len().div_ceil(KV_BLOCK));
     }
 
-    /// Makes blocks for `n` more tokens; `new` is told a block's number.
-    pub fn reserve(&mut self, n: usize, mut new: impl FnMut(usize) -> B) {
+    /// Makes blocks for `n` more tokens, and those that they are written into this sequence's own. `new` is told a block's
+    /// number, `copy` a shared block too. Where that fails the tokens are as they were.
+    pub fn reserve(
+        &mut self,
+        n: usize,
+        mut new: impl FnMut(usize) -> Result<B>,
+        mut copy: impl FnMut(&B, usize) -> Result<B>,
+    ) -> Result<()> {
         let n_blocks = (self.tokens.len() + n).div_ceil(KV_BLOCK);
-        while self.blocks.len() < n_blocks {
-            self.blocks.push(Arc::new(new(self.blocks.len())));
+        let first = self.tokens.len() / KV_BLOCK;
+        if let Some(block) = self.blocks.get_mut(first)
+            && Arc::get_mut(block).is_none()
+        {
+            *block = Arc::new(copy(block, first)?);
         }
+        while self.blocks.len() < n_blocks {
+            self.blocks.push(Arc::new(new(self.blocks.len())?));
+        }
+        Ok(())
     }
 
-    /// The block of `position`, to write into: this sequence's own from now on.
-    pub fn block_mut(&mut self, position: usize) -> &mut B {
-        Arc::make_mut(&mut self.blocks[position / KV_BLOCK])
+    /// The blocks, to write into where they are this sequence's own.
+    pub fn blocks_mut(&mut self) -> &mut [Arc<B>] {
+        &mut self.blocks
     }
 
     /// Takes in tokens whose keys and values have been written.

@@ -8,6 +8,8 @@ use crate::sparse::Sparsity;
 use crate::sparse::ffn::{Down, Ffn};
 use crate::{Error, Result};
 
+use super::devices::Away;
+use super::forward;
 use super::{Layer, Model, Options, Progress};
 
 /// Of the memory that is free, rows side by side may take one part in so many when nobody says.
@@ -16,26 +18,30 @@ const SHARE_OF_FREE: usize = 2;
 const AT_A_TIME: usize = 8;
 
 impl Model {
-    /// Turns down projections for the sparse modes, and puts the rows of matrices that are read in full side by side,
-    /// where the kernels have use for it.
-    pub(super) fn lay_out(
+    /// Turns down projections for the sparse modes and for layers that host and devices share, and puts the rows of
+    /// matrices that are read in full side by side, where the kernels have use for it. `pool` does that. What is `away`, of
+    /// each layer and (`is_head_away`) the head, stays as it is. `progress` is told of layers done and all, and says whether to go on.
+    pub fn lay_out(
         &mut self,
         options: &Options,
+        away: &[Away],
+        is_head_away: bool,
         kernels: &Kernels,
         pool: &Pool,
         progress: &mut Progress,
     ) -> Result<()> {
         let wanted = |m: &Matrix| m.layout() == Layout::Rows && kernels.panels[m.dtype() as usize].is_some();
         let mut n_bytes = 0;
-        self.each_whole(&mut |linear| {
+        self.each_whole(away, is_head_away, &mut |linear| {
             if wanted(&linear.weight) {
                 n_bytes += panel_bytes(&linear.weight);
             }
             Ok(())
         })?;
         let has_panels = n_bytes > 0;
-        for layer in &mut self.layers {
-            n_bytes += layer.by_need(self.sparsity).map(|linear| linear.weight.bytes().len()).sum::<usize>();
+        for (layer, away) in self.layers.iter_mut().zip(away) {
+            n_bytes +=
+                layer.by_need(self.sparsity, away).map(|linear| linear.weight.bytes().len()).sum::<usize>();
         }
         let fits = available_memory().is_some_and(|free| n_bytes <= free / SHARE_OF_FREE);
         self.is_interleaved = has_panels && options.interleave.unwrap_or(fits);
@@ -49,18 +55,21 @@ impl Model {
             }
             Ok(())
         };
-        interleave(&mut self.output)?;
+        if !is_head_away {
+            interleave(&mut self.output)?;
+        }
         let mut turned = 0;
-        for (i, layer) in self.layers.iter_mut().enumerate() {
-            if let (true, Down::Outputs(down)) = (sparsity != Sparsity::Dense, &layer.ffn.down) {
+        for (i, (layer, away)) in self.layers.iter_mut().zip(away).enumerate() {
+            let is_shared = away.n_hot > 0 && away.n_hot < layer.ffn.n_neurons();
+            if let (true, Down::Outputs(down)) = (sparsity != Sparsity::Dense || is_shared, &layer.ffn.down) {
                 let neurons = pool.enter(|team| turn(down, team))?;
                 down.weight.release();
                 turned += neurons.weight.bytes().len();
                 layer.ffn.down = Down::Neurons(neurons);
             }
-            layer.each_whole(sparsity, &mut interleave)?;
+            layer.each_whole(sparsity, away, &mut interleave)?;
             if is_interleaved {
-                for linear in layer.by_need(sparsity) {
+                for linear in layer.by_need(sparsity, away) {
                     turned += linear.weight.bytes().len();
                     linear.weight = pool.enter(|team| copied(&linear.weight, team))?;
                 }
@@ -74,15 +83,24 @@ impl Model {
     }
 
     /// Calls `f` with every matrix that is read in full for each token.
-    fn each_whole(&mut self, f: &mut dyn FnMut(&mut Linear) -> Result<()>) -> Result<()> {
-        f(&mut self.output)?;
-        self.layers.iter_mut().try_for_each(|layer| layer.each_whole(self.sparsity, f))
+    fn each_whole(
+        &mut self,
+        away: &[Away],
+        is_head_away: bool,
+        f: &mut dyn FnMut(&mut Linear) -> Result<()>,
+    ) -> Result<()> {
+        if !is_head_away {
+            f(&mut self.output)?;
+        }
+        let mut layers = self.layers.iter_mut().zip(away);
+        layers.try_for_each(|(layer, away)| layer.each_whole(self.sparsity, away, f))
     }
 }
 
 impl Layer {
-    /// The matrices of which a token reads some rows, still where the file has them.
-    fn by_need(&mut self, mode: Sparsity) -> impl Iterator<Item = &mut Linear> {
+    /// The matrices of which a token reads some rows here, still where the file has them.
+    fn by_need(&mut self, mode: Sparsity, away: &Away) -> impl Iterator<Item = &mut Linear> {
+        let is_here = away.n_hot < self.ffn.n_neurons();
         let Ffn { gate, up, down, .. } = &mut self.ffn;
         let is_whole = mode == Sparsity::Exact && gate.is_none();
         let up = (mode != Sparsity::Dense && !is_whole).then_some(up);
@@ -91,15 +109,24 @@ impl Layer {
             Down::Neurons(down) if mode != Sparsity::Dense => Some(down),
             _ => None,
         };
-        gate.into_iter().chain(up).chain(down).filter(|l| l.weight.is_mapped())
+        gate.into_iter().chain(up).chain(down).filter(move |l| is_here && l.weight.is_mapped())
     }
 
-    fn each_whole(&mut self, mode: Sparsity, f: &mut dyn FnMut(&mut Linear) -> Result<()>) -> Result<()> {
-        for linear in [&mut self.qkv.q, &mut self.qkv.k, &mut self.qkv.v, &mut self.attn_output] {
-            f(linear)?;
+    fn each_whole(
+        &mut self,
+        mode: Sparsity,
+        away: &Away,
+        f: &mut dyn FnMut(&mut Linear) -> Result<()>,
+    ) -> Result<()> {
+        let forward::Block { qkv, attn_output, .. } = &mut self.block;
+        if !away.attention {
+            [&mut qkv.q, &mut qkv.k, &mut qkv.v, attn_output].into_iter().try_for_each(&mut *f)?;
         }
         let ffn = &mut self.ffn;
         match mode {
+            Sparsity::Predicted if away.predictor => {}
+            // A host that has some of the neurons reads them by number.
+            Sparsity::Exact | Sparsity::Dense if away.n_hot > 0 => {}
             Sparsity::Predicted => {
                 if let Some(predictor) = &mut ffn.predictor {
                     f(&mut predictor.fc1)?;

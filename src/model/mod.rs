@@ -1,15 +1,20 @@
 //! A model: its numbers, its weights, its one forward pass, and the sequences it continues.
 //!
 //! `arch` is the table of architectures, `config` reads keys, `weights` binds tensors, `layout` says how they lie in
-//! memory, `demand` what they weigh, `rope` and `kv_cache` are what they say, `forward` is the pass. Uses every room below it: `gguf`, `quant`, `backend`, `sparse`.
+//! memory, `demand` what they weigh, `rope` and `kv_cache` are what they say. `forward` is one layer on any device, `devices`
+//! what GPUs hold of a model, `cache` where their keys and values are, `schedule` a step over host and devices. Uses every room below it: `gguf`, `quant`,
+//! `backend`, `sparse`.
 
 pub mod arch;
+pub mod cache;
 pub mod config;
 pub mod demand;
+pub mod devices;
 pub mod forward;
 pub mod kv_cache;
 mod layout;
 mod rope;
+pub mod schedule;
 mod weights;
 
 use std::ops::ControlFlow;
@@ -21,7 +26,7 @@ use crate::sparse::ffn::Ffn;
 
 pub use config::Config;
 
-/// Tokens that go through the model side by side.
+/// The most tokens that go through the model side by side.
 pub const BATCH: usize = 512;
 
 /// Told of layers loaded and layers in all; says whether to go on.
@@ -59,22 +64,8 @@ pub struct Model {
 }
 
 pub struct Layer {
-    pub attn_norm: Norm,
-    /// Where there is one, it feeds attention, and `attn_norm` the FFN alone.
-    pub attn_norm_2: Option<Norm>,
-    pub qkv: Qkv,
-    pub q_norm: Option<Norm>,
-    pub k_norm: Option<Norm>,
-    pub attn_output: Linear,
-    /// None in a parallel block.
-    pub ffn_norm: Option<Norm>,
+    pub block: forward::Block<Linear, Norm>,
     pub ffn: Ffn,
-}
-
-pub struct Qkv {
-    pub q: Linear,
-    pub k: Linear,
-    pub v: Linear,
 }
 
 impl Model {

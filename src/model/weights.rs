@@ -2,8 +2,6 @@
 
 use std::collections::HashSet;
 
-use crate::backend::cpu::kernels::Kernels;
-use crate::backend::cpu::pool::Pool;
 use crate::backend::{Activation, Linear, Norm, NormKind};
 use crate::gguf::{Gguf, Magic};
 use crate::quant::{DType, Matrix};
@@ -13,7 +11,8 @@ use crate::sparse::predictor::Predictor;
 use crate::{Error, Result};
 
 use super::config::{Config, Keys};
-use super::{Layer, Model, Options, Progress, Qkv};
+use super::forward::{Block, Qkv};
+use super::{Layer, Model, Options};
 
 /// Tensors of a layer that an old converter leaves and nobody needs.
 const IGNORED: &[&str] = &["attn_rot_embd.weight"];
@@ -86,7 +85,7 @@ impl Binder<'_> {
         if self.has(&format!("{stem}.weight")) { self.norm(stem, n, config).map(Some) } else { Ok(None) }
     }
 
-    fn qkv(&mut self, layer: &str, c: &Config) -> Result<Qkv> {
+    fn qkv(&mut self, layer: &str, c: &Config) -> Result<Qkv<Linear>> {
         let (n_q, n_kv) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
         if !c.arch.fused_qkv {
             return Ok(Qkv {
@@ -141,15 +140,8 @@ impl Binder<'_> {
 }
 
 impl Model {
-    /// Binds the tensors of `gguf`, and lays them out as the mode and the kernels want them; `pool` does that.
-    /// `progress` is told of layers done and all, and says whether to go on.
-    pub fn load(
-        gguf: &Gguf,
-        options: &Options,
-        kernels: &Kernels,
-        pool: &Pool,
-        progress: &mut Progress,
-    ) -> Result<Self> {
+    /// Binds the tensors of `gguf`, where the file has them.
+    pub fn bind(gguf: &Gguf, options: &Options) -> Result<Self> {
         let keys = Keys::new(gguf)?;
         let mut binder = Binder { gguf, bound: HashSet::new() };
         let freq_factors = match gguf.tensor("rope_freqs.weight") {
@@ -197,7 +189,7 @@ impl Model {
         };
         let output = Linear { weight: output, bias: binder.vector("output.bias", c.n_vocab)? };
         binder.refuse_unknown()?;
-        let mut model = Self {
+        Ok(Self {
             config,
             token_embd,
             positions,
@@ -209,9 +201,7 @@ impl Model {
             has_predictors,
             converted_bytes: 0,
             is_interleaved: false,
-        };
-        model.lay_out(options, kernels, pool, progress)?;
-        Ok(model)
+        })
     }
 }
 
@@ -221,7 +211,7 @@ impl Binder<'_> {
         let qk = |b: &mut Self, name: &str| {
             if c.arch.qk_norm { b.norm(&format!("{at}{name}"), c.head_dim, c).map(Some) } else { Ok(None) }
         };
-        Ok(Layer {
+        let block = Block {
             attn_norm: self.norm(&format!("{at}attn_norm"), c.n_embd, c)?,
             attn_norm_2: if c.arch.parallel {
                 self.norm_if_there(&format!("{at}attn_norm_2"), c.n_embd, c)?
@@ -237,6 +227,9 @@ impl Binder<'_> {
             } else {
                 Some(self.norm(&format!("{at}ffn_norm"), c.n_embd, c)?)
             },
+        };
+        Ok(Layer {
+            block,
             ffn: Ffn {
                 gate: if c.arch.gated {
                     Some(self.linear(&format!("{at}ffn_gate"), c.n_ff, c.n_embd)?)

@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use crate::backend::Activation;
-use crate::engine::{self, EngineOptions, Request};
+use crate::engine::{self, EngineOptions, GpuOptions, Request};
 use crate::gguf::Gguf;
 use crate::quant::DType;
 use crate::sparse::Sparsity;
@@ -19,6 +19,7 @@ use crate::{Error, Result};
 
 use super::error::enter;
 use super::files::metadata;
+use super::split::{plan_dict, vectors};
 
 /// How often a long step looks for signals: far below what a person notices, far above what it costs.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(20);
@@ -127,7 +128,7 @@ pub fn parse_kv_type(name: &str) -> Result<DType> {
 #[pymethods]
 impl Engine {
     #[new]
-    #[pyo3(signature = (path, *, threads=None, n_ctx=None, sparsity="auto", sparse_threshold=None, activation=None, kv_type="f16", interleave=None, count_neurons=false, progress=None))]
+    #[pyo3(signature = (path, *, threads=None, n_ctx=None, sparsity="auto", sparse_threshold=None, activation=None, kv_type="f16", interleave=None, count_neurons=false, batch=None, gpus=None, gpu_context=None, neuron_counts=None, hot_neurons=None, progress=None))]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -139,9 +140,18 @@ impl Engine {
         kv_type: &str,
         interleave: Option<bool>,
         count_neurons: bool,
+        batch: Option<usize>,
+        gpus: Option<Vec<(usize, u64, u64, usize)>>,
+        gpu_context: Option<usize>,
+        neuron_counts: Option<Vec<PyReadonlyArray1<'_, u64>>>,
+        hot_neurons: Option<Vec<PyReadonlyArray1<'_, u32>>>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let mut stopped = None;
+        let gpu = |(number, budget, context, least)| GpuOptions { number, budget, context, least };
+        let gpus = gpus.unwrap_or_default().into_iter().map(gpu).collect();
+        let neuron_counts = neuron_counts.map(|arrays| vectors(&arrays));
+        let hot_neurons = hot_neurons.map(|arrays| vectors(&arrays));
         let inner = enter(py, || {
             let options = EngineOptions {
                 threads,
@@ -152,6 +162,11 @@ impl Engine {
                 kv_type: Some(parse_kv_type(kv_type)?),
                 interleave,
                 count_neurons,
+                batch,
+                gpus,
+                gpu_context,
+                neuron_counts,
+                hot_neurons,
             };
             engine::Engine::open(&path, &options, &mut |done, all| {
                 stopped = Python::attach(|py| {
@@ -196,7 +211,19 @@ impl Engine {
         out.set_item("activation", i.activation.name())?;
         out.set_item("sparsity", i.sparsity.name())?;
         out.set_item("sparse_threshold", i.sparse_threshold)?;
-        out.set_item("device", "cpu")?;
+        let gpus = i.gpus.iter().map(|gpu| {
+            let out = PyDict::new(py);
+            out.set_item("number", gpu.number)?;
+            out.set_item("name", &gpu.name)?;
+            out.set_item("budget", gpu.budget)?;
+            out.set_item("used", gpu.used)?;
+            out.set_item("plan", plan_dict(py, gpu.plan.clone(), None)?)?;
+            Ok(out)
+        });
+        let names = i.gpus.iter().map(|gpu| format!("cuda:{}", gpu.number));
+        let device: Vec<String> = names.collect();
+        out.set_item("device", if device.is_empty() { "cpu".to_owned() } else { device.join(",") })?;
+        out.set_item("gpus", gpus.collect::<PyResult<Vec<_>>>()?)?;
         out.set_item("instruction_set", i.instruction_set)?;
         out.set_item("threads", i.threads)?;
         out.set_item("kv_type", i.kv_type.name().to_lowercase())?;
@@ -205,7 +232,7 @@ impl Engine {
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (stats, kv_bytes) = self.with(py, |engine| Ok((engine.stats().clone(), engine.kv_bytes())))?;
+        let (stats, kv_bytes) = self.with(py, |engine| Ok((engine.stats()?, engine.kv_bytes())))?;
         let out = PyDict::new(py);
         out.set_item("tokens", stats.tokens)?;
         out.set_item("bytes_read", stats.bytes_read)?;
@@ -218,8 +245,8 @@ impl Engine {
 
     fn fired<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let fired = self.with(py, |engine| {
-            let layers = engine.stats().layers.iter();
-            layers.map(|counts| counts.fired.clone()).collect::<Option<Vec<_>>>().ok_or_else(|| {
+            let layers = engine.stats()?.layers.into_iter();
+            layers.map(|counts| counts.fired).collect::<Option<Vec<_>>>().ok_or_else(|| {
                 Error::argument("count_neurons", "false when the engine was made", "true, to count neurons")
             })
         })?;
@@ -227,10 +254,7 @@ impl Engine {
     }
 
     fn reset_stats(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |engine| {
-            engine.reset_stats();
-            Ok(())
-        })
+        self.with(py, engine::Engine::reset_stats)
     }
 
     fn new_sequence(&self, py: Python<'_>) -> PyResult<u64> {

@@ -7,8 +7,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use crate::Result;
+use crate::backend::cuda;
 use crate::gguf::Gguf;
-use crate::model::demand::demand;
+use crate::model::BATCH;
+use crate::model::demand::{Usage, demand};
+use crate::sparse::Sparsity;
 use crate::sparse::gpu_index::GpuIndex;
 use crate::sparse::placement::{DevicePlan, place};
 
@@ -20,7 +23,7 @@ fn vector<T: numpy::Element + Copy>(array: &PyReadonlyArray1<T>) -> Vec<T> {
     array.as_array().iter().copied().collect()
 }
 
-fn vectors<T: numpy::Element + Copy>(arrays: &[PyReadonlyArray1<T>]) -> Vec<Vec<T>> {
+pub fn vectors<T: numpy::Element + Copy>(arrays: &[PyReadonlyArray1<T>]) -> Vec<Vec<T>> {
     arrays.iter().map(vector).collect()
 }
 
@@ -28,7 +31,11 @@ fn hot_list<'py>(py: Python<'py>, hot: Vec<Vec<u32>>) -> PyResult<Bound<'py, PyL
     PyList::new(py, hot.into_iter().map(|hot| hot.into_pyarray(py)))
 }
 
-fn plan_dict<'py>(py: Python<'py>, plan: DevicePlan, coverage: f64) -> PyResult<Bound<'py, PyDict>> {
+pub fn plan_dict<'py>(
+    py: Python<'py>,
+    plan: DevicePlan,
+    coverage: Option<f64>,
+) -> PyResult<Bound<'py, PyDict>> {
     let out = PyDict::new(py);
     out.set_item("layers", (plan.layers.start, plan.layers.end))?;
     out.set_item("n_attention", plan.n_attention)?;
@@ -46,9 +53,16 @@ fn plan_dict<'py>(py: Python<'py>, plan: DevicePlan, coverage: f64) -> PyResult<
         bytes.set_item(name, n)?;
     }
     out.set_item("bytes", bytes)?;
-    out.set_item("coverage", coverage)?;
+    if let Some(coverage) = coverage {
+        out.set_item("coverage", coverage)?;
+    }
     out.set_item("hot", hot_list(py, plan.hot)?)?;
     Ok(out)
+}
+
+/// How a file is run where nobody says: with predictors, or with what they would spare.
+fn mode_of(gguf: &Gguf) -> Sparsity {
+    if gguf.tensor("blk.0.fc1.weight").is_some() { Sparsity::Predicted } else { Sparsity::Exact }
 }
 
 /// Plans devices: see `_engine.pyi`.
@@ -67,16 +81,39 @@ pub fn plan<'py>(
     let counts = vectors(&counts);
     let plans = enter(py, || -> Result<Vec<(DevicePlan, f64)>> {
         let gguf = Gguf::open(&path)?;
-        let demand = demand(&gguf, n_ctx, parse_kv_type(kv_type)?, context_bytes, counts)?;
+        let usage = Usage {
+            n_ctx,
+            n_cached: n_ctx,
+            batch: BATCH,
+            kv_type: parse_kv_type(kv_type)?,
+            mode: mode_of(&gguf),
+        };
+        let demand = demand(&gguf, &usage, context_bytes, counts)?;
         let with_coverage = |plan: DevicePlan| {
             let coverage = plan.coverage(&demand);
             (plan, coverage)
         };
         Ok(place(&demand, &budgets, least)?.into_iter().map(with_coverage).collect())
     })?;
-    let dicts: Vec<_> =
-        plans.into_iter().map(|(plan, coverage)| plan_dict(py, plan, coverage)).collect::<PyResult<_>>()?;
+    let dicts: Vec<_> = plans
+        .into_iter()
+        .map(|(plan, coverage)| plan_dict(py, plan, Some(coverage)))
+        .collect::<PyResult<_>>()?;
     PyList::new(py, dicts)
+}
+
+/// The GPUs that the driver knows: see `_engine.pyi`.
+#[pyfunction]
+pub fn gpus(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
+    let dicts = enter(py, cuda::devices)?.into_iter().map(|device| {
+        let out = PyDict::new(py);
+        out.set_item("number", device.number)?;
+        out.set_item("name", device.name)?;
+        out.set_item("total", device.total)?;
+        out.set_item("free", device.free)?;
+        Ok(out)
+    });
+    PyList::new(py, dicts.collect::<PyResult<Vec<_>>>()?)
 }
 
 /// Reads a `.gpuidx`: see `_engine.pyi`.

@@ -1,11 +1,12 @@
 //! One feed-forward layer, dense or sparse.
 
-use crate::backend::{Activation, Backend, Linear, Neurons};
+use crate::backend::{Activation, Linear, NeuronBackend, Neurons};
 
 use super::predictor::{self, Predictor};
 use super::{Counts, Sparsity};
 
 /// The down projection, as it lies in memory.
+#[derive(Clone)]
 pub enum Down {
     /// An output a row, (n_embd, n_ff): GGUF's `ffn_down`.
     Outputs(Linear),
@@ -14,6 +15,7 @@ pub enum Down {
 }
 
 /// `out = down · h`, where h is `act(gate · x) * up · x`, or `act(up · x)` without a gate.
+#[derive(Clone)]
 pub struct Ffn {
     /// (n_ff, n_embd)
     pub gate: Option<Linear>,
@@ -32,7 +34,8 @@ pub struct Scratch<T> {
     predictor: predictor::Scratch<T>,
     h: T,
     up: T,
-    neurons: Neurons,
+    /// The neurons at work.
+    pub neurons: Neurons,
 }
 
 impl Ffn {
@@ -46,7 +49,7 @@ impl Ffn {
     }
 
     /// Runs the layer for `n_tokens`. `x` is the normalised input, `residual` what the predictor reads.
-    pub fn run<B: Backend>(
+    pub fn run<B: NeuronBackend>(
         &self,
         b: &mut B,
         mode: Sparsity,
@@ -88,7 +91,35 @@ impl Ffn {
         counts.active += active as u64;
     }
 
-    fn run_dense<B: Backend>(
+    /// Runs the neurons in `scratch.neurons` for `n_tokens`, of which others run the rest: what they add to the output, without
+    /// more bias than `down` has. In predicted mode they are those called on.
+    pub fn run_share<B: NeuronBackend>(
+        &self,
+        b: &mut B,
+        mode: Sparsity,
+        n_tokens: usize,
+        x: &B::Buffer,
+        scratch: &mut Scratch<B::Buffer>,
+        out: &mut B::Buffer,
+        counts: &mut Counts,
+    ) {
+        let Down::Neurons(down) = &self.down else { unreachable!("a shared FFN has a neuron a row") };
+        let Scratch { h, up, neurons, .. } = &mut *scratch;
+        b.matmul_rows(self.first(), neurons, x, h); // (n_tokens, list.len())
+        if mode != Sparsity::Dense {
+            counts.active += self.run_active(b, down, n_tokens, x, scratch, out) as u64;
+            counts.add_fired(&scratch.neurons);
+            return;
+        }
+        b.activate(self.activation, h);
+        if self.gate.is_some() {
+            b.matmul_rows(&self.up, neurons, x, up); // (n_tokens, list.len())
+            b.multiply(h, up, self.relu_up);
+        }
+        b.axpy_rows(down, neurons, h, n_tokens, out); // (n_tokens, n_embd)
+    }
+
+    fn run_dense<B: NeuronBackend>(
         &self,
         b: &mut B,
         n_tokens: usize,
@@ -115,7 +146,7 @@ impl Ffn {
     }
 
     /// From the first matrix's outputs in `scratch.h` for `scratch.neurons` on. Returns the active pairs.
-    fn run_active<B: Backend>(
+    fn run_active<B: NeuronBackend>(
         &self,
         b: &mut B,
         down: &Linear,

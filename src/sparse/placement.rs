@@ -32,6 +32,12 @@ pub struct LayerDemand {
     pub counts: Vec<u64>,
 }
 
+impl LayerDemand {
+    fn without_neurons(&self) -> Self {
+        Self { counts: Vec::new(), ..self.clone() }
+    }
+}
+
 /// Bytes placed on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bytes {
@@ -78,8 +84,8 @@ impl DevicePlan {
 }
 
 /// Plans devices of `budgets` bytes. Layers are shared out by range, in proportion to the budgets; the last device has the
-/// head. A layer has no neuron on its device or at least `least` (or all). A budget that is less than the overhead takes
-/// nothing.
+/// head. Neurons go to layers whose attention and predictor are there. A layer has no neuron on its device or at least `least` (or all). A budget that hasn't
+/// room for a layer takes nothing.
 pub fn place(demand: &Demand, budgets: &[u64], least: usize) -> Result<Vec<DevicePlan>> {
     let counts: u64 =
         demand.layers.iter().flat_map(|layer| &layer.counts).fold(0, |sum, n| sum.saturating_add(*n));
@@ -90,6 +96,35 @@ pub fn place(demand: &Demand, budgets: &[u64], least: usize) -> Result<Vec<Devic
     for (i, layers) in shares(demand.layers.len(), budgets).into_iter().enumerate() {
         let has_head = i + 1 == budgets.len();
         plans.push(place_on_one(demand, layers, has_head, budgets[i], least));
+    }
+    Ok(plans)
+}
+
+/// As [`place`], with the neurons of each layer given, ascending: a layer has those that still fit, or the first so many.
+pub fn place_given(demand: &Demand, budgets: &[u64], hot: &[Vec<u32>]) -> Result<Vec<DevicePlan>> {
+    if hot.len() != demand.layers.len() {
+        let expected = format!("{}, one a layer", demand.layers.len());
+        return Err(Error::argument("hot_neurons", format!("{} layers", hot.len()), expected));
+    }
+    for (i, (hot, layer)) in hot.iter().zip(&demand.layers).enumerate() {
+        let n = layer.counts.len() as u32;
+        if hot.windows(2).any(|pair| pair[0] >= pair[1]) || hot.last().is_some_and(|last| *last >= n) {
+            let expected = format!("numbers below {n}, ascending");
+            return Err(Error::argument("hot_neurons", format!("other numbers in layer {i}"), expected));
+        }
+    }
+    // No layer is worth while by itself: only what comes before neurons is placed.
+    let bare = Demand { layers: demand.layers.iter().map(LayerDemand::without_neurons).collect(), ..*demand };
+    let mut plans = place(&bare, budgets, 1)?;
+    for (plan, budget) in plans.iter_mut().zip(budgets) {
+        let start = plan.layers.start;
+        for i in 0..plan.n_predictors {
+            let (hot, layer) = (&hot[start + i], &demand.layers[start + i]);
+            let left = budget.saturating_sub(plan.bytes.total());
+            let fits = left.checked_div(layer.neuron).unwrap_or(u64::MAX);
+            plan.hot[i].extend(hot.iter().take(usize::try_from(fits).unwrap_or(usize::MAX)));
+            plan.bytes.neurons += plan.hot[i].len() as u64 * layer.neuron;
+        }
     }
     Ok(plans)
 }
@@ -121,18 +156,24 @@ fn place_on_one(
     let own = &demand.layers[layers.clone()];
     let mut plan = DevicePlan { hot: vec![Vec::new(); own.len()], layers, ..DevicePlan::default() };
     let mut left = budget;
-    if !take(&mut left, demand.overhead) {
-        return plan;
-    }
-    plan.bytes.overhead = demand.overhead;
+    let Some(first) = own.first().filter(|_| take(&mut left, demand.overhead)) else { return plan };
     for layer in own {
         if !take(&mut left, layer.attention + layer.cache) {
             break;
         }
         plan.n_attention += 1;
-        plan.bytes.attention += layer.attention;
-        plan.bytes.cache += layer.cache;
     }
+    // Better one layer less than no room for a predictor, without which no neuron could come.
+    while plan.n_attention > 0 && left < first.predictor {
+        plan.n_attention -= 1;
+        left += own[plan.n_attention].attention + own[plan.n_attention].cache;
+    }
+    if plan.n_attention == 0 {
+        return plan;
+    }
+    plan.bytes.overhead = demand.overhead;
+    plan.bytes.attention = own[..plan.n_attention].iter().map(|layer| layer.attention).sum();
+    plan.bytes.cache = own[..plan.n_attention].iter().map(|layer| layer.cache).sum();
     for layer in &own[..plan.n_attention] {
         if !take(&mut left, layer.predictor) {
             break;
@@ -144,7 +185,9 @@ fn place_on_one(
         plan.head = true;
         plan.bytes.head = demand.head;
     }
-    let ranked: Vec<Ranked> = own.iter().map(|layer| Ranked::new(layer, least)).collect();
+    // A device runs neurons of layers whose attention and predictor it has: otherwise it would wait for the host twice.
+    let able = &own[..plan.n_predictors];
+    let ranked: Vec<Ranked> = able.iter().map(|layer| Ranked::new(layer, least)).collect();
     for (n, (ranked, hot)) in choose(&ranked, left).into_iter().zip(ranked.iter().zip(&mut plan.hot)) {
         hot.extend(&ranked.order[..n]);
         hot.sort_unstable();

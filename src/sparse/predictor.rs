@@ -1,9 +1,10 @@
 //! PowerInfer's activation predictor: a two-layer perceptron that says which neurons will fire
 //! (Song et al., "PowerInfer: Fast Large Language Model Serving with a Consumer-grade GPU", SOSP 2024).
 
-use crate::backend::{Activation, Backend, Linear, Neurons};
+use crate::backend::{Activation, Linear, NeuronBackend, Neurons};
 
 /// `score = fc2 · relu(fc1 · p)`, p being the residual that the FFN adds to.
+#[derive(Clone)]
 pub struct Predictor {
     /// (rank, n_embd)
     pub fc1: Linear,
@@ -20,7 +21,7 @@ pub struct Scratch<T> {
 
 impl Predictor {
     /// Fills `neurons` with those that score `threshold` or more; returns how many (token, neuron) pairs do.
-    pub fn select<B: Backend>(
+    pub fn select<B: NeuronBackend>(
         &self,
         b: &mut B,
         p: &B::Buffer,

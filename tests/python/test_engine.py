@@ -180,7 +180,7 @@ def test_stats(tiny):
     engine = Engine(tiny("llama-q4_0"), threads=2)
     before = engine.stats()
     assert before["sparsity"] == "predicted"
-    assert before["device"] == "cpu"
+    assert before["device"] == (",".join(f"cuda:{gpu['number']}" for gpu in before["gpus"]) or "cpu")
     assert before["threads"] == 2
     assert before["instruction_set"] in ("scalar", "avx2", "avx512", "neon")
     assert before["tokens"] == before["bytes_read"] == 0
@@ -220,7 +220,7 @@ def test_a_threshold_of_the_callers(tiny):
         ({"kv_type": None}, InvalidArgumentError),
         ({"threads": True}, InvalidArgumentError),
         ({"device": "tpu"}, InvalidArgumentError),
-        ({"device": "cuda"}, DeviceError),
+        ({"device": "cuda:99"}, DeviceError),
         ({"vram_budget": -1}, InvalidArgumentError),
     ],
 )
@@ -425,8 +425,8 @@ def test_no_limit_ends_at_a_full_context():
 @pytest.mark.parametrize("sparsity", ["predicted", "exact", "dense"])
 def test_rows_side_by_side_change_no_bit(tiny, name, sparsity):
     ids = np.arange(5, 45)
-    mapped = Engine(tiny(name), sparsity=sparsity, interleave=False)
-    copied = Engine(tiny(name), sparsity=sparsity, interleave=True)
+    mapped = Engine(tiny(name), sparsity=sparsity, interleave=False, device="cpu")
+    copied = Engine(tiny(name), sparsity=sparsity, interleave=True, device="cpu")
     assert not mapped.stats()["interleaved"]
     assert copied.stats()["interleaved"] == copied.stats()["instruction_set"].startswith("avx")
     assert np.array_equal(mapped.logits(ids), copied.logits(ids))

@@ -222,7 +222,8 @@ def test_plans_fill_budgets_and_never_pass_them(tiny, name, n_gpus):
                 assert all(len(hot) == 0 or len(hot) >= 8 for hot in device["hot"])
                 if device["bytes"]["overhead"] and total(device) < total(whole):
                     n_hot = sum(len(hot) for hot in device["hot"])
-                    if n_hot < n_ff * (device["layers"][1] - device["layers"][0]):
+                    # More of the layers that are there; another layer's attention may be larger than what is left.
+                    if n_hot < n_ff * device["n_predictors"]:
                         assert budget - total(device) < 0.03 * budget
     assert all(device["coverage"] == 1.0 for device in everything)
 

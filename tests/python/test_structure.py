@@ -26,11 +26,13 @@ RUST_ROOMS = {
 PYTHON_ROOMS = {
     "_engine": 0,
     "pre_tokenizers": 0,
+    "activations": 1,
     "arguments": 1,
     "completion": 1,
     "tokenizer": 1,
     "sampling": 1,
     "models": 1,
+    "gpus": 2,
     "speculation": 2,
     "engine": 3,
     "workshop": 4,

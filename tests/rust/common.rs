@@ -129,15 +129,16 @@ pub const N_VOCAB: usize = 16;
 
 /// A one-layer model of `arch` with predictors, embedding and FFN 32 wide.
 pub fn tiny_model(arch: &str, dtype: DType) -> Vec<u8> {
-    const D: usize = 32;
+    // As narrow as the type's blocks allow.
+    let d = dtype.block_len().max(32);
     let mut w = Writer::default();
     let mut random = Random(1);
     w.string("general.architecture", arch);
     for (name, value) in [
         ("context_length", 64),
-        ("embedding_length", D),
+        ("embedding_length", d),
         ("block_count", 1),
-        ("feed_forward_length", D),
+        ("feed_forward_length", d),
         ("attention.head_count", 2),
         ("attention.head_count_kv", 2),
     ] {
@@ -153,28 +154,28 @@ pub fn tiny_model(arch: &str, dtype: DType) -> Vec<u8> {
     let vector = |w: &mut Writer, name: &str, n: usize| {
         w.tensor(name, &[n], DType::F32, &1.0f32.to_le_bytes().repeat(n));
     };
-    matrix(&mut w, "token_embd", D, N_VOCAB);
-    vector(&mut w, "output_norm.weight", D);
-    vector(&mut w, "blk.0.attn_norm.weight", D);
+    matrix(&mut w, "token_embd", d, N_VOCAB);
+    vector(&mut w, "output_norm.weight", d);
+    vector(&mut w, "blk.0.attn_norm.weight", d);
     if arch == "falcon" {
-        matrix(&mut w, "blk.0.attn_qkv", D, 3 * D);
-        vector(&mut w, "output_norm.bias", D);
-        vector(&mut w, "blk.0.attn_norm.bias", D);
+        matrix(&mut w, "blk.0.attn_qkv", d, 3 * d);
+        vector(&mut w, "output_norm.bias", d);
+        vector(&mut w, "blk.0.attn_norm.bias", d);
     } else {
-        vector(&mut w, "blk.0.ffn_norm.weight", D);
+        vector(&mut w, "blk.0.ffn_norm.weight", d);
         for name in ["attn_q", "attn_k", "attn_v"] {
-            matrix(&mut w, &format!("blk.0.{name}"), D, D);
+            matrix(&mut w, &format!("blk.0.{name}"), d, d);
         }
     }
     if arch == "opt" {
-        matrix(&mut w, "position_embd", D, 66);
-        vector(&mut w, "blk.0.ffn_up.bias", D);
+        matrix(&mut w, "position_embd", d, 66);
+        vector(&mut w, "blk.0.ffn_up.bias", d);
     }
     if matches!(arch, "llama" | "bamboo") {
-        matrix(&mut w, "blk.0.ffn_gate", D, D);
+        matrix(&mut w, "blk.0.ffn_gate", d, d);
     }
     for name in ["attn_output", "ffn_up", "ffn_down_t", "fc1", "fc2"] {
-        matrix(&mut w, &format!("blk.0.{name}"), D, D);
+        matrix(&mut w, &format!("blk.0.{name}"), d, d);
     }
     w.finish(b"PWRI")
 }

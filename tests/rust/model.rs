@@ -212,7 +212,7 @@ fn modes_are_checked_against_the_file() {
 #[test]
 fn blocks_follow_tokens() {
     let mut s = Sequence::<Vec<u8>>::default();
-    s.reserve(KV_BLOCK + 1, |i| vec![i as u8]);
+    s.reserve(KV_BLOCK + 1, |i| Ok(vec![i as u8]), |block, _| Ok(block.clone())).unwrap();
     s.append(&tokens(KV_BLOCK + 1));
     assert_eq!(s.blocks().len(), 2);
     s.truncate(KV_BLOCK);

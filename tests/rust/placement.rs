@@ -50,7 +50,8 @@ fn what_fits_is_placed_in_order() {
     let demand = Demand { layers: vec![layer(), layer()], head: 7, overhead: 1 };
     let plan = |budget| place(&demand, &[budget], 2).unwrap().remove(0);
     assert_eq!(plan(0).bytes.total(), 0);
-    assert_eq!((plan(16).n_attention, plan(16).hot.concat()), (1, vec![]));
+    // Attention without its predictor would be of no use to a neuron.
+    assert_eq!((plan(18).bytes.total(), plan(19).n_attention, plan(19).hot.concat()), (0, 1, vec![]));
     assert_eq!((plan(20).n_attention, plan(20).n_predictors, plan(20).head), (1, 1, false));
     let whole = plan(31 + 6 + 7 + 16);
     assert!(whole.head && whole.n_predictors == 2 && whole.hot == vec![vec![0, 1, 2, 3]; 2]);

@@ -73,7 +73,10 @@ def generate(
     activation: options.ActivationName = None,
     kv_type: options.KvTypeName = options.KvType.F16,
     interleave: options.Interleave = None,
+    device: options.Device = "auto",
     vram_budget: options.VramBudget = None,
+    reset_gpu_index: options.ResetGpuIndex = False,
+    disable_gpu_index: options.DisableGpuIndex = False,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No lines about model and timings.")] = False,
     debug: options.Debug = False,
@@ -91,7 +94,10 @@ def generate(
         activation=activation,
         kv_type=kv_type,
         interleave=interleave,
+        device=device,
         vram_budget=vram_budget,
+        reset_gpu_index=reset_gpu_index,
+        disable_gpu_index=disable_gpu_index,
     )
     notes = Console(stderr=True, quiet=quiet or as_json, highlight=False, soft_wrap=True)
     notes.print(engine.summary(), style="dim", markup=False)

@@ -85,9 +85,26 @@ Interleave = Annotated[
         help="Copy matrices with rows side by side, for speed; or leave the file mapped. By free memory if left out.",
     ),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:0,1; auto takes GPUs where there are any that work."
+    ),
+]
 VramBudget = Annotated[
-    float | None,
-    typer.Option("--vram-budget", min=0, metavar="GB", help="GPU memory to use; unused without a GPU."),
+    list[float] | None,
+    typer.Option(
+        "--vram-budget",
+        min=0,
+        metavar="GB",
+        help="GPU memory to use, once for each GPU; what is free if left out, 0 for none.",
+    ),
+]
+ResetGpuIndex = Annotated[
+    bool, typer.Option("--reset-gpu-index", help="Choose neurons for the GPU anew, not by FILE.generated.gpuidx.")
+]
+DisableGpuIndex = Annotated[
+    bool, typer.Option("--disable-gpu-index", help="Choose neurons for the GPU without any file of them.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -111,9 +128,14 @@ def load(
     activation: Activation | None = None,
     kv_type: KvType = KvType.F16,
     interleave: bool | None = None,
-    vram_budget: float | None = None,
+    device: str = "auto",
+    vram_budget: list[float] | None = None,
+    reset_gpu_index: bool = False,
+    disable_gpu_index: bool = False,
 ) -> Engine:
     """Load a model, with a progress bar on a terminal."""
+    if reset_gpu_index and disable_gpu_index:
+        raise typer.BadParameter("give one of --reset-gpu-index and --disable-gpu-index")
     bar = Progress(
         TextColumn("loading"),
         BarColumn(),
@@ -133,6 +155,8 @@ def load(
             activation=activation and activation.value,
             kv_type=kv_type.value,
             interleave=interleave,
-            vram_budget=vram_budget,
+            device=device,
+            vram_budget=vram_budget or None,
+            gpu_index="off" if disable_gpu_index else "reset" if reset_gpu_index else "auto",
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

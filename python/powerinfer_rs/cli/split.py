@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from ..gpus import gpu_index_path, shape
 from ..models import resolve
 from ..workshop import Split, load_counts, profile
 from ..workshop import split as make_split
-from ..workshop.splits import gpu_index_path, shape
 from . import options
 
 _PARTS = ("overhead", "attention", "cache", "predictors", "head", "neurons")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,16 +11,12 @@ from numpy.typing import NDArray
 
 from .. import _engine
 from .._engine import InvalidArgumentError
+from ..activations import Counts
 from ..arguments import check_number, check_whole
-from .activations import Counts
+from ..gpus import CONTEXT_BYTES, LEAST, shape
 
 if TYPE_CHECKING:
     from .._engine import DevicePlan
-
-#: What a GPU takes for its own context before anything is placed on it.
-CONTEXT_BYTES = 512 << 20
-#: The fewest neurons of a layer that are worth handing over to a GPU.
-LEAST = 64
 
 
 @dataclass(frozen=True)
@@ -51,25 +46,6 @@ class Split:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write PowerInfer's `.gpuidx`; what is there is replaced once the new one is whole."""
         _engine.write_gpu_index(path, self.hot, self.n_ff, self.neuron_bytes)
-
-
-def gpu_index_path(model: str | os.PathLike[str]) -> Path:
-    """Where a model's split is kept: `MODEL.generated.gpuidx`."""
-    return Path(f"{os.fspath(model)}.generated.gpuidx")
-
-
-def shape(model: str | os.PathLike[str]) -> tuple[int, int, int]:
-    """A model's layers, neurons of each, and the context it was trained for."""
-    keys = _engine.inspect(model)["metadata"]
-    arch = keys.get("general.architecture")
-    numbers = [keys.get(f"{arch}.{name}") for name in ("block_count", "feed_forward_length", "context_length")]
-    n_layers, n_ff, n_ctx = (n if isinstance(n, int) else 0 for n in numbers)
-    if not n_layers or not n_ff:
-        raise _engine.ModelFormatError(
-            f"{model}: key {arch}.block_count: got {numbers[0]}, and {numbers[1]} for feed_forward_length, "
-            "expected whole numbers above 0"
-        )
-    return n_layers, n_ff, n_ctx or 2048
 
 
 def split(

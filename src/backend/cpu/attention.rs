@@ -9,7 +9,7 @@ use std::ops::Range;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-use crate::backend::{KV_BLOCK, KvShape, Place};
+use crate::backend::{HostBlock, KV_BLOCK, KvShape};
 use crate::quant::{DType, encode_q8_0};
 
 use super::kernels::{AttentionKernels, Kernels};
@@ -70,16 +70,22 @@ const SEGMENT: usize = SEGMENT_BLOCKS * KV_BLOCK;
 /// The most chunks that attention is cut into.
 const MAX_CHUNKS: usize = 1 << 16;
 
+/// Where a token of a batch stands: its sequence's cached blocks, and its position in them.
+pub struct Place<'a> {
+    pub blocks: &'a [HostBlock<'a>],
+    pub position: usize,
+}
+
 /// Segments that a query at `position` sees.
 fn n_segments(position: usize) -> usize {
     position / SEGMENT + 1
 }
 
 /// How many tokens from place `start` on can share a tile: those that follow one another in one sequence.
-fn tile_len<B>(places: &[Place<B>], start: usize) -> usize {
+fn tile_len(places: &[Place], start: usize) -> usize {
     let first = &places[start];
     let follows =
-        |(i, p): (usize, &Place<B>)| std::ptr::eq(p.blocks, first.blocks) && p.position == first.position + i;
+        |(i, p): (usize, &Place)| std::ptr::eq(p.blocks, first.blocks) && p.position == first.position + i;
     places[start..].iter().enumerate().take(TILE_TOKENS).take_while(|(i, p)| follows((*i, p))).count()
 }
 
@@ -90,7 +96,7 @@ struct Tile<'a> {
     layer: usize,
     /// The key and value head they share.
     head: usize,
-    places: &'a [Place<'a, Vec<u8>>],
+    places: &'a [Place<'a>],
     n_heads: usize,
 }
 
@@ -118,7 +124,7 @@ impl Tile<'_> {
         let dtype = self.shape.dtype_of(b);
         let row_bytes = dtype.row_bytes(self.shape.head_dim);
         let start = self.shape.first_row(self.layer, is_value, self.head) * row_bytes;
-        (dtype, &self.places[0].blocks[b][start..][..KV_BLOCK * row_bytes])
+        (dtype, &self.places[0].blocks[b].bytes()[start..][..KV_BLOCK * row_bytes])
     }
 
     fn n_keys(&self) -> usize {
@@ -282,7 +288,7 @@ pub struct Attention<'a> {
     kernels: &'static Kernels,
     shape: &'a KvShape,
     layer: usize,
-    places: &'a [Place<'a, Vec<u8>>],
+    places: &'a [Place<'a>],
     q: &'a [f32],
     tiles: Vec<Range<usize>>,
     /// Query heads that share a key head, and how many of them a part has.
@@ -297,7 +303,7 @@ impl<'a> Attention<'a> {
         shape: &'a KvShape,
         layer: usize,
         q: &'a [f32],
-        places: &'a [Place<'a, Vec<u8>>],
+        places: &'a [Place<'a>],
     ) -> Self {
         let group = q.len() / places.len() / shape.head_dim / shape.n_kv_heads;
         let mut tiles = Vec::new();

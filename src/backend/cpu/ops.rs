@@ -4,11 +4,12 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::backend::{
-    Activation, Backend, KV_BLOCK, KvShape, Linear, Neurons, Norm, NormKind, Place, RopePairs, Rotations,
+    Activation, Backend, HostBlock, HostCache, KV_BLOCK, Linear, NeuronBackend, Neurons, Norm, NormKind,
+    RopePairs, Rotations,
 };
 use crate::quant::{LANES, Matrix};
 
-use super::attention::{Attention, store_key, store_value};
+use super::attention::{Attention, Place, store_key, store_value};
 use super::kernels::{Kernels, Pick};
 use super::matmul::{GEMM_TOKENS, Matmul};
 use super::operand::{Form, Operand, Quantized};
@@ -69,25 +70,43 @@ impl<'a> Cpu<'a> {
         let worthwhile = CHUNK_BYTES.div_ceil(row_bytes * n_tokens.min(4));
         fair.max(worthwhile).next_multiple_of(LANES)
     }
-}
 
-impl Backend for Cpu<'_> {
-    type Buffer = Vec<f32>;
-    type KvBlock = Vec<u8>;
-
-    fn embed(&mut self, table: &Matrix, ids: &[u32], out: &mut Vec<f32>) {
+    /// Rows `ids` of `table`.
+    pub fn embed(&mut self, table: &Matrix, ids: &[u32], out: &mut Vec<f32>) {
         out.clear();
         out.resize(ids.len() * table.n_cols(), 0.0);
         self.add_embedding(table, ids, out);
     }
 
-    fn add_embedding(&mut self, table: &Matrix, ids: &[u32], x: &mut Vec<f32>) {
+    /// Adds rows `ids` of `table` to `x`.
+    pub fn add_embedding(&mut self, table: &Matrix, ids: &[u32], x: &mut [f32]) {
         for (id, x) in ids.iter().zip(x.chunks_exact_mut(table.n_cols())) {
             // SAFETY: the table is this processor's.
             unsafe { (self.kernels.add_rows)(table.dtype(), &[(table.row(*id as usize), 1.0)], &[], x) };
         }
         self.bytes_read += (ids.len() * table.row_bytes()) as u64;
     }
+
+    /// Keeps the rows `tokens`, ascending.
+    pub fn take_rows(&mut self, x: &mut Vec<f32>, width: usize, tokens: &[u32]) {
+        for (to, from) in tokens.iter().enumerate() {
+            let from = *from as usize;
+            x.copy_within(from * width..(from + 1) * width, to * width);
+        }
+        x.truncate(tokens.len() * width);
+    }
+
+    /// Bytes of weights read so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read
+    }
+}
+
+impl Backend for Cpu<'_> {
+    type Buffer = Vec<f32>;
+    type Linear = Linear;
+    type Norm = Norm;
+    type Cache<'c> = HostCache<'c>;
 
     fn norm(&mut self, norm: &Norm, x: &Vec<f32>, out: &mut Vec<f32>) {
         let width = norm.weight.len();
@@ -143,6 +162,69 @@ impl Backend for Cpu<'_> {
         });
     }
 
+    fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>) {
+        let kernels = self.kernels;
+        // SAFETY: the table is this processor's.
+        self.for_values(x, &|start, x| unsafe { (kernels.axpy_f32)(1.0, &y[start..], x) });
+    }
+
+    fn rope(&mut self, rotations: &Rotations, x: &mut Vec<f32>) {
+        let Rotations { pairs, turns, n_pairs, head_dim } = rotations;
+        if *n_pairs == 0 {
+            return;
+        }
+        let n_tokens = turns.len() / n_pairs;
+        let width = x.len() / n_tokens;
+        let x = Parts::new(x);
+        self.for_rows(n_tokens, width, &|t| {
+            // SAFETY: each token has its own row.
+            let x = unsafe { x.part(t * width, width) };
+            let turns = &turns[t * n_pairs..][..*n_pairs];
+            for head in x.chunks_exact_mut(*head_dim) {
+                for (i, (cos, sin)) in turns.iter().enumerate() {
+                    let (a, b) = match pairs {
+                        RopePairs::Adjacent => (2 * i, 2 * i + 1),
+                        RopePairs::Halves => (i, i + n_pairs),
+                    };
+                    (head[a], head[b]) = (head[a] * cos - head[b] * sin, head[a] * sin + head[b] * cos);
+                }
+            }
+        });
+    }
+
+    fn store(&mut self, cache: &mut HostCache<'_>, layer: usize, k: &Vec<f32>, v: &Vec<f32>) {
+        let HostCache { shape, sequences, tokens } = cache;
+        let dim = shape.head_dim;
+        let width = shape.n_kv_heads * dim;
+        for (token, (sequence, position)) in tokens.iter().enumerate() {
+            let (index, slot) = (position / KV_BLOCK, position % KV_BLOCK);
+            let dtype = shape.dtype_of(index);
+            let row_bytes = dtype.row_bytes(dim);
+            let HostBlock::Own(block) = &mut sequences[*sequence][index] else {
+                unreachable!("a sequence writes into blocks of its own")
+            };
+            for (is_value, x) in [(false, k), (true, v)] {
+                for (head, x) in x[token * width..][..width].chunks_exact(dim).enumerate() {
+                    let start = shape.first_row(layer, is_value, head) * row_bytes;
+                    let part = &mut block[start..][..KV_BLOCK * row_bytes];
+                    if is_value { store_value(dtype, x, slot, part) } else { store_key(dtype, x, slot, part) }
+                }
+            }
+        }
+    }
+
+    fn attend(&mut self, cache: &HostCache<'_>, layer: usize, q: &Vec<f32>, out: &mut Vec<f32>) {
+        out.resize(q.len(), 0.0);
+        let place = |(sequence, position): &(usize, usize)| Place {
+            blocks: &cache.sequences[*sequence],
+            position: *position,
+        };
+        let places: Vec<Place> = cache.tokens.iter().map(place).collect();
+        Attention::new(self.kernels, &cache.shape, layer, q, &places).run(self.team, &Parts::new(out));
+    }
+}
+
+impl NeuronBackend for Cpu<'_> {
     fn matmul_rows(&mut self, linear: &Linear, neurons: &Neurons, x: &Vec<f32>, out: &mut Vec<f32>) {
         let w = &linear.weight;
         let (n_cols, n_rows) = (w.n_cols(), neurons.list.len());
@@ -285,88 +367,5 @@ impl Backend for Cpu<'_> {
                 *x = if *x == 0.0 { *x } else { product };
             }
         });
-    }
-
-    fn add(&mut self, x: &mut Vec<f32>, y: &Vec<f32>) {
-        let kernels = self.kernels;
-        // SAFETY: the table is this processor's.
-        self.for_values(x, &|start, x| unsafe { (kernels.axpy_f32)(1.0, &y[start..], x) });
-    }
-
-    fn rope(&mut self, rotations: &Rotations, x: &mut Vec<f32>) {
-        let Rotations { pairs, turns, n_pairs, head_dim } = rotations;
-        if *n_pairs == 0 {
-            return;
-        }
-        let n_tokens = turns.len() / n_pairs;
-        let width = x.len() / n_tokens;
-        let x = Parts::new(x);
-        self.for_rows(n_tokens, width, &|t| {
-            // SAFETY: each token has its own row.
-            let x = unsafe { x.part(t * width, width) };
-            let turns = &turns[t * n_pairs..][..*n_pairs];
-            for head in x.chunks_exact_mut(*head_dim) {
-                for (i, (cos, sin)) in turns.iter().enumerate() {
-                    let (a, b) = match pairs {
-                        RopePairs::Adjacent => (2 * i, 2 * i + 1),
-                        RopePairs::Halves => (i, i + n_pairs),
-                    };
-                    (head[a], head[b]) = (head[a] * cos - head[b] * sin, head[a] * sin + head[b] * cos);
-                }
-            }
-        });
-    }
-
-    fn kv_block(&mut self, shape: &KvShape, index: usize) -> Vec<u8> {
-        vec![0; shape.block_bytes(index)]
-    }
-
-    fn store(
-        &mut self,
-        shape: &KvShape,
-        layer: usize,
-        k: &Vec<f32>,
-        v: &Vec<f32>,
-        token: usize,
-        block: &mut Vec<u8>,
-        position: usize,
-    ) {
-        let dtype = shape.dtype_of(position / KV_BLOCK);
-        let (dim, slot) = (shape.head_dim, position % KV_BLOCK);
-        let (width, row_bytes) = (shape.n_kv_heads * dim, dtype.row_bytes(dim));
-        for (is_value, x) in [(false, k), (true, v)] {
-            for (head, x) in x[token * width..][..width].chunks_exact(dim).enumerate() {
-                let start = shape.first_row(layer, is_value, head) * row_bytes;
-                let part = &mut block[start..][..KV_BLOCK * row_bytes];
-                if is_value { store_value(dtype, x, slot, part) } else { store_key(dtype, x, slot, part) }
-            }
-        }
-    }
-
-    fn attend(
-        &mut self,
-        shape: &KvShape,
-        layer: usize,
-        q: &Vec<f32>,
-        places: &[Place<Vec<u8>>],
-        out: &mut Vec<f32>,
-    ) {
-        out.resize(q.len(), 0.0);
-        Attention::new(self.kernels, shape, layer, q, places).run(self.team, &Parts::new(out));
-    }
-
-    fn take_rows(&mut self, x: &mut Vec<f32>, width: usize, tokens: &[usize]) {
-        for (to, from) in tokens.iter().enumerate() {
-            x.copy_within(from * width..(from + 1) * width, to * width);
-        }
-        x.truncate(tokens.len() * width);
-    }
-
-    fn read<'a>(&mut self, x: &'a Vec<f32>) -> &'a [f32] {
-        x
-    }
-
-    fn bytes_read(&self) -> u64 {
-        self.bytes_read
     }
 }

@@ -1,0 +1,138 @@
+"""A GPU that fails: a typed error wherever it does, nothing left behind, and the next run works."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from powerinfer_rs import DeviceError, Engine, _engine
+
+from tests.python.conftest import DATA
+
+from .test_logits_on_gpu import GB, devices, neurons, run
+
+TOKENS = np.load(DATA / "tiny" / "llama-f16.npz")["tokens"].astype(np.uint32)[:12]
+
+
+@pytest.fixture
+def once(tiny):
+    """Makes an engine with half the neurons on a GPU and runs it, prefill and decode."""
+    path = tiny("llama-f16")
+    n_layers, n_ff = neurons(path)
+    hot = [np.arange(0, n_ff, 2, dtype=np.uint32)] * n_layers
+
+    def go(n=1):
+        engine = _engine.Engine(path, threads=1, gpus=devices(n), hot_neurons=hot, n_ctx=64)
+        return run(engine, TOKENS, 8)
+
+    return go
+
+
+KINDS = ("context", "stream", "module", "alloc", "host_alloc", "copy", "launch", "kernel")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_every_call(emulator, once, kind):
+    want = once()
+    emulator.fail(kind, 0)
+    once()
+    n_calls = emulator.calls(kind)
+    before = emulator.alive()
+    n_raised = 0
+    # All of the first, where a model is loaded, and then some of many alike.
+    for n in [*range(1, min(n_calls, 120) + 1), *range(121, n_calls + 1, 17)]:
+        emulator.fail(kind, n)
+        try:
+            got = once()
+        except DeviceError as error:
+            said = str(error)
+        else:
+            # While a graph is recorded a failure only means that there won't be one.
+            assert kind in ("copy", "launch"), n
+            assert np.array_equal(got, want), n
+            said = None
+        if said is not None:
+            assert "cuda:0" in said
+            n_raised += 1
+        emulator.fail(kind, 0)
+        assert emulator.alive() == before, (kind, n)
+    assert n_raised > n_calls / 40
+    assert np.array_equal(once(), want)
+
+
+@pytest.mark.parametrize("kind", ["capture", "graph"])
+def test_without_graphs(emulator, once, kind):
+    """Launches take a graph's place, with the same bits."""
+    want = once()
+    emulator.fail(kind, 1)
+    assert np.array_equal(once(), want)
+
+
+def test_an_engine_goes_on_after_a_failed_launch(emulator, tiny):
+    engine = _engine.Engine(tiny("llama-f16"), threads=1, gpus=devices(1), n_ctx=64)
+    want = run(engine, TOKENS, 8)
+    sequence = engine.new_sequence()
+    engine.step([(sequence, TOKENS[:8], 1)])
+    for n in range(1, 30):
+        emulator.fail("launch", n)
+        with pytest.raises(DeviceError):
+            engine.step([(sequence, np.tile(TOKENS, 3), 1)])
+    emulator.fail("launch", 0)
+    assert engine.tokens(sequence) == TOKENS[:8].tolist()
+    assert np.array_equal(engine.step([(sequence, TOKENS[8:9], 1)])[0], want[8])
+    engine.free(sequence)
+    assert np.array_equal(run(engine, TOKENS, 8), want)
+
+
+def test_auto_falls_back_with_one_warning(emulator, tiny, caplog):
+    emulator.fail("alloc", 3)
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(tiny("llama-f16"), device="auto")
+    assert engine.stats()["device"] == "cpu"
+    (warning,) = [r.getMessage() for r in caplog.records]
+    assert "out of memory" in warning
+    emulator.fail("alloc", 3)
+    with pytest.raises(DeviceError, match="out of memory"):
+        Engine(tiny("llama-f16"), device="cuda")
+
+
+def test_no_memory_for_all(emulator, tiny):
+    """A budget over what there is: an error, not a crash."""
+    emulator.memory(1 << 20)
+    with pytest.raises(DeviceError, match="out of memory"):
+        _engine.Engine(tiny("llama-f16"), gpus=[(0, GB, 0, 1)])
+
+
+def test_devices_that_are_not_there(tiny):
+    with pytest.raises(DeviceError, match="cuda:7"):
+        Engine(tiny("llama-f16"), device="cuda:7")
+    with pytest.raises(DeviceError, match="cuda:9"):
+        _engine.Engine(tiny("llama-f16"), gpus=[(9, GB, 0, 1)])
+
+
+def again_and_again(engine, sequence):
+    while True:
+        engine.step([(sequence, np.tile(TOKENS, 40), 1)])
+        engine.truncate(sequence, 0)
+
+
+def test_ctrl_c_stops_a_step(emulator, tiny, once):
+    """The step ends, the sequence is as it was, and the engine works."""
+    path = tiny("llama-f16")
+    n_layers, n_ff = neurons(path)
+    hot = [np.arange(0, n_ff, 2, dtype=np.uint32)] * n_layers
+    engine = _engine.Engine(path, threads=1, gpus=devices(1), hot_neurons=hot, n_ctx=512)
+    want = run(engine, TOKENS, 8)
+    sequence = engine.new_sequence()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        again_and_again(engine, sequence)
+    assert time.monotonic() - start < 60
+    assert engine.tokens(sequence) == []
+    assert np.array_equal(run(engine, TOKENS, 8), want)

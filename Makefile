@@ -47,6 +47,7 @@ EMULATOR_BUILD := g++ -std=c++17 -O3 -g1 -fPIC -shared -march=native -ffp-contra
 	tests/cuda_emulator/kernels.cpp tests/cuda_emulator/driver.cpp
 
 $(EMULATOR)/libcuda.so: $(EMULATOR_SOURCES)
+	command -v g++ >/dev/null || (apt-get update -q && apt-get install -qy g++)
 	mkdir -p $(@D)
 	$(EMULATOR_BUILD) -o $@
 
@@ -62,9 +63,8 @@ SANITIZED := LD_LIBRARY_PATH=$(EMULATOR)/sanitized LD_PRELOAD="$$(gcc -print-fil
 
 test-gpu: build $(EMULATOR)/libcuda.so $(EMULATOR)/sanitized/libcuda.so
 	LD_LIBRARY_PATH=$(EMULATOR) cargo test -q --release --test gpu
-	LD_LIBRARY_PATH=$(EMULATOR) $(BIN)/python -m pytest tests/gpu $(ON_GPU)
-	LD_LIBRARY_PATH=$(EMULATOR) EMULATOR_ORDER=reversed $(BIN)/python -m pytest tests/gpu/test_logits_on_gpu.py
-	$(SANITIZED) $(BIN)/python -m pytest tests/gpu/test_logits_on_gpu.py
+	EMULATOR_DEVICES=2 LD_LIBRARY_PATH=$(EMULATOR) $(BIN)/python -m pytest tests/gpu $(ON_GPU)
+	$(SANITIZED) EMULATOR_DEVICES=2 EMULATOR_ORDER=reversed $(BIN)/python -m pytest tests/gpu/test_logits_on_gpu.py
 
 # Two versions: the older one's PTX runs with every driver from 525 on, the newer one knows all architectures.
 $(VENV)/nvrtc/%:

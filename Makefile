@@ -64,7 +64,7 @@ SANITIZED := LD_LIBRARY_PATH=$(EMULATOR)/sanitized LD_PRELOAD="$$(gcc -print-fil
 test-gpu: build $(EMULATOR)/libcuda.so $(EMULATOR)/sanitized/libcuda.so
 	LD_LIBRARY_PATH=$(EMULATOR) cargo test -q --release --test gpu
 	EMULATOR_DEVICES=2 LD_LIBRARY_PATH=$(EMULATOR) $(BIN)/python -m pytest tests/gpu $(ON_GPU)
-	$(SANITIZED) EMULATOR_DEVICES=2 EMULATOR_ORDER=reversed $(BIN)/python -m pytest tests/gpu/test_logits_on_gpu.py
+	$(SANITIZED) EMULATOR_DEVICES=2 EMULATOR_ORDER=reversed $(BIN)/python -m pytest tests/gpu/test_logits_on_gpu.py tests/gpu/test_feed.py
 
 # Two versions: the older one's PTX runs with every driver from 525 on, the newer one knows all architectures.
 $(VENV)/nvrtc/%:

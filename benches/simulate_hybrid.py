@@ -10,7 +10,10 @@ the CPU.
 
 Assumed, for want of measurements: the densities; that 80 % of activations fall on the share `hot` of the neurons (the
 paper's figures for OPT-30B, 26 %, and for a Llama-2-70B with ReLU, 43 %) by a power law; predictors of rank D / 16;
-that 80 % of the GPU's bandwidth and 75 % of the CPU's are reached.
+that 80 % of the GPU's bandwidth and 75 % of the CPU's are reached. A second table says from how many tokens of a prompt
+on it takes less time to bring cold neurons over PCIe than to run them on the CPU, which is assumed to do 1 (i9) and 0.7
+(i7) TFLOP/s, and no less than 0.4 of the work of a dense FFN however few neurons fire (so it is measured here: 0.1 of
+them in 1 / 1.44 of the time of all, attention included).
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 GPU_REACHED, CPU_REACHED = 0.80, 0.75
+PCIE_REACHED = 0.80
+#: The least of a dense FFN's work that the CPU has with a prompt.
+DENSE_SHARE = 0.4
 #: GPU memory that its context and buffers take.
 RESERVE = 1.0e9
 #: Neurons of a layer are drawn as so many groups of equal frequency.
@@ -29,13 +35,14 @@ GROUPS = 4096
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory in bytes, bandwidths in bytes a second; PCIe is told, the decode of a token hardly uses it."""
+    """Memory in bytes, bandwidths in bytes a second; the decode of a token hardly uses PCIe, prompts do."""
 
     name: str
     vram: float
     gpu: float
     cpu: float
     pcie: float
+    cpu_flops: float
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,8 @@ class Model:
     hot: float
 
 
-HIGH = Machine("RTX 4090, i9-13900K", 24e9, 1008e9, 67.2e9, 32e9)
-LOW = Machine("RTX 2080 Ti, i7-12700K", 11e9, 616e9, 38.4e9, 16e9)
+HIGH = Machine("RTX 4090, i9-13900K", 24e9, 1008e9, 67.2e9, 32e9, 1e12)
+LOW = Machine("RTX 2080 Ti, i7-12700K", 11e9, 616e9, 38.4e9, 16e9, 0.7e12)
 FALCON = Model("Falcon-40B", 8192, 32768, 60, 1024, 65024, 2, 0.05, 0.26)
 LLAMA70 = Model("Llama-2-70B", 8192, 28672, 80, 1024, 32000, 3, 0.30, 0.43)
 LLAMA13 = Model("Llama-2-13B", 5120, 13824, 40, 5120, 32000, 3, 0.30, 0.43)
@@ -121,6 +128,12 @@ def hybrid(
     return seconds, n_hot / GROUPS
 
 
+def feed_from(machine: Machine, m: Model, size: float) -> float:
+    """Tokens from which bringing a neuron to the GPU takes less time than running it on the CPU."""
+    flops = 2 * max(m.density, DENSE_SHARE)
+    return size / (machine.pcie * PCIE_REACHED) / (flops / machine.cpu_flops)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hand-off", type=float, nargs="+", default=[5, 20], metavar="MICROSECONDS")
@@ -150,6 +163,9 @@ def main() -> None:
         cells += [f"{llama_cpp(machine, m, size, a.context):.2f}"]
         cells += [f"{1 / sum(s.values()):.1f}" for s, _ in runs]
         print("| " + " | ".join([*cells, f"{100 * share:.0f} %", parts]) + " |")
+    print("\n| machine | model | cold neurons pay on the GPU from |\n|---|---|---|")
+    for machine, m, (name, size), *_ in PUBLISHED:
+        print(f"| {machine.name.split(',')[0]} | {m.name} {name} | {feed_from(machine, m, size):.0f} tokens |")
 
 
 if __name__ == "__main__":

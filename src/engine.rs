@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::backend::cpu::Cpu;
 use crate::backend::cpu::kernels::{self, Kernels};
 use crate::backend::cpu::pool::{Pool, default_threads};
-use crate::backend::cuda;
+use crate::backend::cuda::workspace::FEW;
 use crate::backend::{Activation, FULL_BLOCKS, KV_BLOCK, KvShape};
 use crate::gguf::Gguf;
 use crate::model::cache::KvBlock;
@@ -18,7 +18,7 @@ use crate::model::demand::{Usage, demand, device_shape};
 use crate::model::devices::{Part, Setup, away};
 use crate::model::kv_cache::Sequence;
 use crate::model::schedule::{self, Pass, Schedule};
-use crate::model::{BATCH, Model, Options, Progress};
+use crate::model::{BATCH, Config, Model, Options, Progress};
 use crate::quant::DType;
 use crate::sparse::ffn::Down;
 use crate::sparse::placement::{DevicePlan, place, place_given};
@@ -49,6 +49,9 @@ pub struct EngineOptions {
     pub batch: Option<usize>,
     /// Positions whose cache GPUs have room for; none: the context. What is longer lies in the host's memory.
     pub gpu_context: Option<usize>,
+    /// Tokens of a step from which neurons that lie in the host's memory are brought to GPUs in place of being run by the
+    /// host; none for what the weights' type suggests, 0 for never.
+    pub feed_from: Option<usize>,
     /// How often each neuron of each layer fired, by which GPUs are given neurons; none where nobody knows.
     pub neuron_counts: Option<Vec<Vec<u64>>>,
     /// The neurons of each layer that GPUs are to have, in place of a choice by counts.
@@ -66,6 +69,10 @@ pub struct GpuOptions {
     /// The fewest neurons of a layer that are worth handing over.
     pub least: usize,
 }
+
+/// Bringing a weight to a GPU takes less time than multiplying it on the host from so many tokens on for each of its
+/// bits: 32 tokens for Q4_0. By calculation; `benches/README.md` has it.
+const FEED_FROM_PER_BIT: usize = 7;
 
 /// Names a sequence of one engine.
 pub type SequenceId = u64;
@@ -127,6 +134,7 @@ pub struct Engine {
     kv: KvShape,
     n_ctx: usize,
     batch: usize,
+    feed_from: Option<usize>,
     threshold: f32,
     sequences: HashMap<SequenceId, Sequence<KvBlock>>,
     next_id: SequenceId,
@@ -176,9 +184,23 @@ impl Engine {
         if !(1..=BATCH).contains(&batch) {
             return Err(Error::argument("batch", batch, format!("1 to {BATCH}")));
         }
+        let up = &model.layers[0].ffn.up.weight;
+        let suggested = FEED_FROM_PER_BIT * 8 * up.row_bytes() / up.n_cols();
+        let feed_from = options.feed_from.unwrap_or(suggested.max(FEW + 1));
+        if (1..=FEW).contains(&feed_from) {
+            let expected =
+                format!("0, for never, or more than {FEW} tokens, whose steps are recorded as graphs");
+            return Err(Error::argument("feed_from", feed_from, expected));
+        }
+        let feed_from = Some(feed_from).filter(|n| *n > 0);
         let n_cached = options.gpu_context.unwrap_or(n_ctx).min(n_ctx);
-        let usage = Usage { n_ctx, n_cached, batch, kv_type: dtype, mode: model.sparsity };
-        let plans = plan(&gguf, &model, options, &usage)?;
+        let mode = model.sparsity;
+        // An FFN that is run in full and has an output a row isn't worth turning: all of it goes, or none.
+        let is_whole = mode == Sparsity::Dense
+            && model.layers.iter().any(|layer| matches!(layer.ffn.down, Down::Outputs(_)));
+        let feeds = feed_from.is_some_and(|n| n <= batch) && !is_whole;
+        let usage = Usage { n_ctx, n_cached, batch, kv_type: dtype, mode, feeds };
+        let plans = plan(&gguf, &model.config, options, &usage, is_whole)?;
         let is_head_away = plans.iter().any(|plan| plan.head);
         let away = away(&plans, model.config.n_layers);
         // A layer is done once whoever has its attention has it.
@@ -200,12 +222,11 @@ impl Engine {
             }
             let context = gpu.context;
             let setup = Setup { model: &model, shape, kv, context, count_neurons: options.count_neurons };
-            let name = cuda::device(gpu.number)?.name;
             let part = Part::load(&setup, gpu.number, gpu.budget, plan, &mut layer_done)?;
             let used = part.gpu.stream().used();
             gpus.push(GpuInfo {
                 number: gpu.number,
-                name,
+                name: part.gpu.stream().name()?,
                 budget: gpu.budget,
                 plan: part.plan.clone(),
                 used,
@@ -221,6 +242,7 @@ impl Engine {
             kv,
             n_ctx,
             batch,
+            feed_from,
             threshold,
             sequences: HashMap::new(),
             next_id: 0,
@@ -411,7 +433,8 @@ impl Engine {
             }
             let n_tokens: usize = parts.iter().map(|p| p.tokens.len()).sum();
             let threshold = self.threshold;
-            let mut pass = Pass { model: &self.model, threshold, interrupted: &mut *interrupted };
+            let feed_from = self.feed_from;
+            let mut pass = Pass { model: &self.model, threshold, feed_from, interrupted: &mut *interrupted };
             let (schedule, stats) = (&mut self.schedule, &mut self.stats);
             self.pool.enter(|team| -> Result<()> {
                 let mut cpu = Cpu::new(self.kernels, team);
@@ -447,9 +470,14 @@ fn n_ctx(asked: Option<usize>, model: &Model) -> Result<usize> {
 }
 
 /// What goes to each of the GPUs asked for.
-fn plan(gguf: &Gguf, model: &Model, options: &EngineOptions, usage: &Usage) -> Result<Vec<DevicePlan>> {
+fn plan(
+    gguf: &Gguf,
+    c: &Config,
+    options: &EngineOptions,
+    usage: &Usage,
+    is_whole: bool,
+) -> Result<Vec<DevicePlan>> {
     let Some(first) = options.gpus.first() else { return Ok(Vec::new()) };
-    let c = &model.config;
     // Where nobody knows what fires, all neurons are alike.
     let alike = || vec![vec![1; c.n_ff]; c.n_layers];
     let counts = options.neuron_counts.clone().unwrap_or_else(alike);
@@ -458,8 +486,6 @@ fn plan(gguf: &Gguf, model: &Model, options: &EngineOptions, usage: &Usage) -> R
     if let Some(hot) = &options.hot_neurons {
         return place_given(&demand, &budgets, hot);
     }
-    // An FFN that is run in full and has an output a row isn't worth turning: all of it goes, or none.
-    let is_whole = model.layers.iter().any(|layer| matches!(layer.ffn.down, Down::Outputs(_)));
-    let least = if model.sparsity == Sparsity::Dense && is_whole { c.n_ff } else { first.least };
+    let least = if is_whole { c.n_ff } else { first.least };
     place(&demand, &budgets, least)
 }

@@ -48,6 +48,15 @@ impl Error {
         move |source| Self::Io { file, source }
     }
 
+    pub fn device(device: impl ToString, reason: impl ToString) -> Self {
+        Self::Device { device: device.to_string(), reason: reason.to_string() }
+    }
+
+    /// What went wrong on GPU `number`.
+    pub fn gpu(number: usize, reason: impl ToString) -> Self {
+        Self::device(format_args!("cuda:{number}"), reason)
+    }
+
     pub fn argument(name: &'static str, got: impl ToString, expected: impl ToString) -> Self {
         Self::Argument { name, got: got.to_string(), expected: expected.to_string() }
     }

@@ -43,6 +43,31 @@ def hand_overs() -> None:
     print(f"| a hand-over there and back, with the host's share | {1e6 * one:.1f} |")
 
 
+def prefill_rate(engine: _engine.Engine, n: int) -> float:
+    """Tokens a second of a prompt of `n`; the second of two."""
+    for _ in range(2):
+        sequence = engine.new_sequence()
+        start = time.perf_counter()
+        engine.step([(sequence, np.arange(n, dtype=np.uint32) % 400 + 3, 1)])
+        seconds = time.perf_counter() - start
+        engine.free(sequence)
+    return n / seconds
+
+
+def crossover(path: Path, n_layers: int, n_ff: int, free: int) -> None:
+    """From how many tokens on it pays to bring cold neurons to the GPU: what `feed_from` should be here."""
+    hot = [np.arange(n_ff // 4, dtype=np.uint32)] * n_layers
+    print("\n| tokens of a prompt, 25 % of the neurons on the GPU | others run by the host | brought to the GPU |")
+    print("|---|---|---|")
+    engines = [
+        _engine.Engine(path, n_ctx=1024, gpus=[(0, free, 0, 1)], hot_neurons=hot, feed_from=feed_from)
+        for feed_from in (0, 5)
+    ]
+    for n in (8, 32, 128, 512):
+        rates = [prefill_rate(engine, n) for engine in engines]
+        print(f"| {n} | {rates[0]:.1f} tokens/s | {rates[1]:.1f} tokens/s |", flush=True)
+
+
 def end_to_end(path: Path) -> None:
     """Tokens a second with none, parts and all of the model on the GPU."""
     keys = _engine.inspect(path)["metadata"]
@@ -57,15 +82,13 @@ def end_to_end(path: Path) -> None:
         else:
             hot = [np.arange(int(share * n_ff), dtype=np.uint32)] * n_layers
             engine = _engine.Engine(path, n_ctx=1024, gpus=[(0, free, 0, 1)], hot_neurons=hot)
-        sequence = engine.new_sequence()
-        start = time.perf_counter()
-        engine.step([(sequence, np.arange(512, dtype=np.uint32) % 400 + 3, 1)])
-        prefill = 512 / (time.perf_counter() - start)
-        engine.free(sequence)
+        prefill = prefill_rate(engine, 512)
         step = decode_seconds(engine, 24)
         used = sum(gpu["used"] for gpu in engine.info()["gpus"])
         name = "none: processor alone" if share is None else f"{100 * share:.0f} %"
         print(f"| {name} | {used / 1e6:.0f} | {prefill:.1f} | {1 / step:.1f} | {used / step / 1e9:.0f} |", flush=True)
+        del engine
+    crossover(path, n_layers, n_ff, free // 2)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ class Engine:
         batch: int | None = None,
         gpus: list[tuple[int, int, int, int]] | None = None,
         gpu_context: int | None = None,
+        feed_from: int | None = None,
         neuron_counts: list[NDArray[np.uint64]] | None = None,
         hot_neurons: list[NDArray[np.uint32]] | None = None,
         progress: Callable[[int, int], object] | None = None,
@@ -149,7 +150,9 @@ class Engine:
 
         `gpus` are the GPUs to use: number, bytes of memory, bytes of them for the device's context, and the fewest
         neurons of a layer worth handing over. They have room for the cache of `gpu_context` positions. Neurons go there
-        by `neuron_counts`, (n_ff,) a layer, or those of `hot_neurons`, their numbers, ascending, a layer each.
+        by `neuron_counts`, (n_ff,) a layer, or those of `hot_neurons`, their numbers, ascending, a layer each. In steps
+        of `feed_from` tokens or more (5 at least, 0 for never, none by the weights' type) the others are brought to
+        them in pieces.
 
         Raises:
             DeviceError: A GPU can't be used, or its memory doesn't suffice.

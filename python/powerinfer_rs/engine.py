@@ -49,6 +49,9 @@ class Engine:
             of the free memory. The text is the same.
         count_neurons: Count how often each FFN neuron fires, for `powerinfer_rs.workshop`.
         batch: The most tokens of a prompt that go through the model side by side, up to 512: fewer take less memory.
+        feed_from: Tokens of a prompt side by side from which neurons in the processor's memory are brought to a GPU in
+            pieces, in place of being run by the processor: 5 at least, 0 for never, none for seven for each bit of a
+            weight.
         gpu_index: Which neurons live on GPUs: "auto" by the model's `.generated.gpuidx` where there is one that fits
             the budget, otherwise by the counts in the folder `activation` beside the model; "reset" without looking at
             that file; "off" by neither; or the path of such a file.
@@ -83,6 +86,7 @@ class Engine:
         interleave: bool | None = None,
         count_neurons: bool = False,
         batch: int = 512,
+        feed_from: int | None = None,
         gpu_index: str | os.PathLike[str] = "auto",
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
@@ -90,6 +94,8 @@ class Engine:
         for name, value, most in (("threads", threads, 1024), ("n_ctx", n_ctx, 2**31 - 1), ("batch", batch, 512)):
             if value is not None:
                 check_whole(name, value, 1, most)
+        if feed_from is not None:
+            check_whole("feed_from", feed_from, 0, 2**31 - 1)
         if seed is not None:
             check_whole("seed", seed, 0)
         if sparse_threshold is not None:
@@ -116,6 +122,7 @@ class Engine:
                 batch=batch,
                 gpus=use.gpus,
                 gpu_context=use.context,
+                feed_from=feed_from,
                 neuron_counts=use.neuron_counts,
                 hot_neurons=use.hot_neurons,
                 progress=progress,

@@ -162,6 +162,13 @@ impl Neurons {
     }
 }
 
+/// The numbers below `n` that aren't among `some`, ascending.
+pub fn others(some: &[u32], n: usize) -> Vec<u32> {
+    let mut is_one = vec![false; n];
+    some.iter().for_each(|i| is_one[*i as usize] = true);
+    (0..n as u32).filter(|i| !is_one[*i as usize]).collect()
+}
+
 /// A device at work on one forward pass. Buffers hold rows of float32, one a token; what a verb writes, it resizes.
 pub trait Backend {
     type Buffer: Default;

@@ -2,6 +2,7 @@
 
 use crate::backend::cuda::cache::cache_bytes;
 use crate::backend::cuda::form::Form;
+use crate::backend::cuda::piece::piece_bytes;
 use crate::backend::cuda::workspace::Shape;
 use crate::backend::{KV_BLOCK, KvShape};
 use crate::gguf::{Gguf, TensorInfo};
@@ -40,11 +41,13 @@ pub struct Usage {
     pub batch: usize,
     pub kv_type: DType,
     pub mode: Sparsity,
+    /// Whether the host's neurons may go through a device in prefill.
+    pub feeds: bool,
 }
 
 /// The sizes of a device's buffers.
 pub fn device_shape(config: &Config, gguf: &Gguf, usage: &Usage) -> Shape {
-    let Usage { n_ctx, n_cached, batch, mode, .. } = *usage;
+    let Usage { n_ctx, n_cached, batch, mode, feeds, .. } = *usage;
     let is_fc1 = |t: &TensorInfo| mode == Sparsity::Predicted && t.name.ends_with(".fc1.weight");
     let rank = |t: &TensorInfo| if is_fc1(t) { n_rows(t) } else { 0 };
     Shape {
@@ -59,7 +62,43 @@ pub fn device_shape(config: &Config, gguf: &Gguf, usage: &Usage) -> Shape {
         batch: batch.min(n_ctx),
         n_blocks: n_ctx.div_ceil(KV_BLOCK),
         n_cached: n_cached.div_ceil(KV_BLOCK),
+        piece: if feeds {
+            let largest = neuron_bytes(gguf, config, mode).into_iter().max().unwrap_or(0);
+            piece_bytes(config.n_ff, usize::try_from(largest).unwrap_or(usize::MAX / 2))
+        } else {
+            0
+        },
     }
+}
+
+/// The number of a layer's tensor, and what follows it in the name.
+fn of_layer(tensor: &TensorInfo) -> Option<(usize, &str)> {
+    let (number, part) = tensor.name.strip_prefix("blk.")?.split_once('.')?;
+    Some((number.parse().ok()?, part))
+}
+
+/// Bytes of one neuron of each layer: its rows of gate, up and down, and biases.
+fn neuron_bytes(gguf: &Gguf, config: &Config, mode: Sparsity) -> Vec<u64> {
+    let mut bytes = vec![0; config.n_layers];
+    for tensor in gguf.tensors() {
+        let Some((number, part)) = of_layer(tensor) else { continue };
+        let Some(layer) = bytes.get_mut(number) else { continue };
+        *layer += match part {
+            "ffn_gate.weight" | "ffn_up.weight" => {
+                let form = gate_and_up(gguf, number).unwrap_or(Form::of(tensor.dtype));
+                form.row_bytes(n_cols(tensor)) as u64
+            }
+            "ffn_down_t.weight" | "ffn_gate.bias" | "ffn_up.bias" => {
+                device_bytes(tensor).div_ceil(config.n_ff as u64)
+            }
+            // All of a layer's neurons or none: it stays as it is.
+            "ffn_down.weight" if mode == Sparsity::Dense => device_bytes(tensor).div_ceil(config.n_ff as u64),
+            // Turned at load, where a neuron's outputs become a row.
+            "ffn_down.weight" => turned_type(tensor.dtype, config.n_embd).row_bytes(config.n_embd) as u64,
+            _ => 0,
+        };
+    }
+    bytes
 }
 
 /// The bytes of each part of `gguf` on a device whose own context takes `context` bytes. `counts` says how often each neuron
@@ -83,35 +122,26 @@ pub fn demand(gguf: &Gguf, usage: &Usage, context: u64, counts: Vec<Vec<u64>>) -
     };
     let shape = device_shape(&config, gguf, usage);
     let cache = cache_bytes(&kv, shape.n_cached) as u64;
-    let empty = |counts| LayerDemand { attention: 0, cache, predictor: 0, neuron: 0, counts };
+    let neurons = neuron_bytes(gguf, &config, mode);
+    let empty = |(counts, neuron)| LayerDemand { attention: 0, cache, predictor: 0, neuron, counts };
     let overhead = context + shape.bytes(config.n_layers);
-    let mut demand = Demand { layers: counts.into_iter().map(empty).collect(), head: 0, overhead };
+    let mut demand =
+        Demand { layers: counts.into_iter().zip(neurons).map(empty).collect(), head: 0, overhead };
     let is_tied = gguf.tensor("output.weight").is_none();
     for tensor in gguf.tensors() {
         let n_bytes = device_bytes(tensor);
-        let of_layer = tensor.name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
-        let Some((number, part)) = of_layer else {
+        let Some((number, part)) = of_layer(tensor) else {
             if tensor.name.starts_with("output") || is_tied && tensor.name == "token_embd.weight" {
                 demand.head += n_bytes;
             }
             continue;
         };
-        let Some(layer) = number.parse().ok().and_then(|n: usize| demand.layers.get_mut(n)) else { continue };
-        let n_ff = config.n_ff as u64;
+        let Some(layer) = demand.layers.get_mut(number) else { continue };
         match part {
             "fc1.weight" | "fc2.weight" if mode == Sparsity::Predicted => layer.predictor += n_bytes,
             "fc1.weight" | "fc2.weight" => {}
-            "ffn_gate.weight" | "ffn_up.weight" => {
-                let form = gate_and_up(gguf, number).unwrap_or(Form::of(tensor.dtype));
-                layer.neuron += form.row_bytes(n_cols(tensor)) as u64;
-            }
-            "ffn_down_t.weight" | "ffn_gate.bias" | "ffn_up.bias" => layer.neuron += n_bytes.div_ceil(n_ff),
-            // All of a layer's neurons or none: it stays as it is.
-            "ffn_down.weight" if mode == Sparsity::Dense => layer.neuron += n_bytes.div_ceil(n_ff),
-            // Turned at load, where a neuron's outputs become a row.
-            "ffn_down.weight" => {
-                layer.neuron += turned_type(tensor.dtype, config.n_embd).row_bytes(config.n_embd) as u64
-            }
+            "ffn_gate.weight" | "ffn_up.weight" | "ffn_down.weight" | "ffn_down_t.weight" => {}
+            "ffn_gate.bias" | "ffn_up.bias" => {}
             _ => layer.attention += n_bytes,
         }
     }
@@ -119,7 +149,7 @@ pub fn demand(gguf: &Gguf, usage: &Usage, context: u64, counts: Vec<Vec<u64>>) -
 }
 
 /// The form that a layer's gate and up share, where it has both.
-fn gate_and_up(gguf: &Gguf, layer: &str) -> Option<Form> {
+fn gate_and_up(gguf: &Gguf, layer: usize) -> Option<Form> {
     let dtype = |name: &str| gguf.tensor(&format!("blk.{layer}.{name}.weight")).map(|t| t.dtype);
     Some(Form::shared(dtype("ffn_gate")?, dtype("ffn_up")?))
 }

@@ -2,14 +2,17 @@
 
 use std::collections::HashMap;
 
-use crate::backend::cuda::ffn::{DeviceFfn, DownSource, Source, forms};
+use crate::backend::cuda::feed::Feed;
+use crate::backend::cuda::ffn::{DeviceFfn, DownSource, Source};
 use crate::backend::cuda::form::Form;
 use crate::backend::cuda::launch::Graph;
+use crate::backend::cuda::piece::form_of;
 use crate::backend::cuda::workspace::Shape;
 use crate::backend::cuda::{Buffer, DeviceLinear, DeviceNorm, Gpu};
 use crate::backend::{KvShape, Linear};
+use crate::quant::Layout;
 use crate::sparse::Sparsity;
-use crate::sparse::ffn::Down;
+use crate::sparse::ffn::{Down, Ffn};
 use crate::sparse::placement::DevicePlan;
 use crate::{Error, Result};
 
@@ -45,6 +48,8 @@ pub struct DeviceLayer {
     pub number: usize,
     /// The hand-over in which the host runs its neurons of the layer, where it has any.
     pub exchange: Option<u32>,
+    /// Whether the host's neurons of it can be brought to the device.
+    pub is_feedable: bool,
 }
 
 /// A GPU with its part of the model.
@@ -60,6 +65,8 @@ pub struct Part {
     pub n_exchanges: u32,
     /// Steps of so many tokens and wanted rows, recorded; none once recording has failed.
     pub graphs: Option<HashMap<(usize, usize), Graph>>,
+    /// Brings the host's neurons here where a step has many tokens.
+    pub feed: Option<Feed>,
 }
 
 /// What all devices of an engine have in common.
@@ -85,7 +92,7 @@ impl Part {
         let kv = KvShape { n_layers: plan.n_attention, ..setup.kv };
         let limit = budget.saturating_sub(setup.context);
         let numbers = plan.layers.start..plan.layers.start + plan.n_attention;
-        let forms = needed_forms(model, &plan);
+        let forms = needed_forms(model, &plan, setup.shape.piece > 0);
         let mut gpu = Gpu::new(number, limit, setup.shape, kv, &forms, setup.count_neurons)?;
         let c = &model.config;
         let heads = c.n_heads.max(c.n_kv_heads) * c.head_dim;
@@ -101,6 +108,8 @@ impl Part {
             update: gpu.rows(c.n_embd)?,
             ffn_update: gpu.rows(c.n_embd)?,
         };
+        let piece = setup.shape.piece;
+        let feed = if piece > 0 { Some(Feed::new(&gpu.stream_handle(), piece)?) } else { None };
         let mut layers = Vec::new();
         for (i, number) in numbers.clone().enumerate() {
             layers.push(load_layer(&gpu, model, number, i < plan.n_predictors, &plan.hot[i])?);
@@ -116,7 +125,7 @@ impl Part {
         gpu.check()?;
         gpu.stream().finish()?;
         let graphs = Some(HashMap::new());
-        Ok(Self { gpu, layers, head, scratch, plan, base: 0, n_exchanges: 0, graphs })
+        Ok(Self { gpu, layers, head, scratch, plan, base: 0, n_exchanges: 0, graphs, feed })
     }
 }
 
@@ -139,23 +148,36 @@ fn load_layer(
         ffn_norm: block.ffn_norm.as_ref().map(norm).transpose()?,
     };
     let predictor = ffn.predictor.as_ref().filter(|_| has_predictor && model.sparsity == Sparsity::Predicted);
-    let source = Source {
+    let source = Source { predictor: predictor.map(|p| (&p.fc1, &p.fc2)), ..source(ffn) };
+    let on_device = DeviceFfn::new(gpu, &source, hot, ffn.n_neurons())?;
+    let is_feedable = match &ffn.down {
+        Down::Neurons(down) => {
+            let has_rows = |linear: &Linear| linear.weight.layout() == Layout::Rows;
+            let is_predicted_here = model.sparsity != Sparsity::Predicted || on_device.has_predictor();
+            is_predicted_here && has_rows(down) && has_rows(&ffn.up) && ffn.gate.as_ref().is_none_or(has_rows)
+        }
+        Down::Outputs(_) => false,
+    };
+    Ok(DeviceLayer { block, ffn: on_device, number, exchange: None, is_feedable })
+}
+
+/// What a layer's FFN is made of, without its predictor.
+pub fn source(ffn: &Ffn) -> Source<'_> {
+    Source {
         gate: ffn.gate.as_ref(),
         up: &ffn.up,
         down: match &ffn.down {
             Down::Outputs(down) => DownSource::Outputs(down),
             Down::Neurons(down) => DownSource::Neurons(down),
         },
-        predictor: predictor.map(|p| (&p.fc1, &p.fc2)),
+        predictor: None,
         activation: ffn.activation,
         relu_up: ffn.relu_up,
-    };
-    let ffn = DeviceFfn::new(gpu, &source, hot, ffn.n_neurons())?;
-    Ok(DeviceLayer { block, ffn, number, exchange: None })
+    }
 }
 
-/// The forms of all weights that `plan` puts on a device.
-fn needed_forms(model: &Model, plan: &DevicePlan) -> Vec<Form> {
+/// The forms of all weights that `plan` puts on a device, and (`feeds`) of those that go through it.
+fn needed_forms(model: &Model, plan: &DevicePlan, feeds: bool) -> Vec<Form> {
     let mut needed = Vec::new();
     let mut need = |form: Form| {
         if !needed.contains(&form) {
@@ -170,8 +192,8 @@ fn needed_forms(model: &Model, plan: &DevicePlan) -> Vec<Form> {
         if let Some(p) = &layer.ffn.predictor {
             [&p.fc1, &p.fc2].into_iter().for_each(|l| need(of(l)));
         }
-        if !hot.is_empty() {
-            need(forms(layer.ffn.gate.as_ref(), &layer.ffn.up));
+        if !hot.is_empty() || feeds && matches!(layer.ffn.down, Down::Neurons(_)) {
+            need(form_of(layer.ffn.gate.as_ref(), &layer.ffn.up));
             let (Down::Outputs(down) | Down::Neurons(down)) = &layer.ffn.down;
             need(of(down));
         }

@@ -202,7 +202,7 @@ fn pages(n_bytes: usize) -> Result<Pages> {
 }
 
 fn out_of_memory(e: std::io::Error) -> Error {
-    Error::Device { device: "cpu".to_owned(), reason: format!("no memory for the weights: {e}") }
+    Error::device("cpu", format_args!("no memory for the weights: {e}"))
 }
 
 /// The type of a down projection's rows, `n_embd` long, once a neuron is one. Float types stay what they are; quantised ones,

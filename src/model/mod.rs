@@ -2,8 +2,8 @@
 //!
 //! `arch` is the table of architectures, `config` reads keys, `weights` binds tensors, `layout` says how they lie in
 //! memory, `demand` what they weigh, `rope` and `kv_cache` are what they say. `forward` is one layer on any device, `devices`
-//! what GPUs hold of a model, `cache` where their keys and values are, `schedule` a step over host and devices. Uses every room below it: `gguf`, `quant`,
-//! `backend`, `sparse`.
+//! what GPUs hold of a model, `cache` where their keys and values are, `order` who does what in which order, `schedule` a
+//! step over host and devices. Uses every room below it: `gguf`, `quant`, `backend`, `sparse`.
 
 pub mod arch;
 pub mod cache;
@@ -13,6 +13,7 @@ pub mod devices;
 pub mod forward;
 pub mod kv_cache;
 mod layout;
+mod order;
 mod rope;
 pub mod schedule;
 mod weights;

@@ -4,19 +4,23 @@
 //! at flags for the host; the host walks through the same list, does its own and waits for them where it must.
 
 use crate::backend::cpu::Cpu;
-use crate::backend::cuda::ffn::FfnStep;
+use crate::backend::cpu::pool::Parts;
+use crate::backend::cuda::ffn::{FfnStep, Supply};
+use crate::backend::cuda::form::Form;
 use crate::backend::cuda::workspace::{FEW, LOGIT_ROWS};
 use crate::backend::cuda::{Step, mailbox};
 use crate::backend::{Backend, HostCache, KvShape, Rotations};
+use crate::quant::Matrix;
 use crate::sparse::ffn::{self, Down, Ffn};
 use crate::sparse::{Counts, Sparsity};
 use crate::{Error, Result};
 
 use super::Model;
 use super::cache::{Cache, KvBlock};
-use super::devices::Part;
+use super::devices::{Part, source};
 use super::forward::Scratch;
 use super::kv_cache::Sequence;
+use super::order::{Op, order};
 
 /// Operations that a device is given ahead of the one at hand, where they aren't launched all at once: enough that it
 /// never waits for a launch, few enough that the driver's queue, which waits when it is full, never is.
@@ -30,52 +34,9 @@ pub struct Request<'a> {
     pub n_logits: usize,
 }
 
-/// One thing to do in a step. Numbers of hand-overs count from 1 on each device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Op {
-    /// The host runs layer `number`, the `local`-th of its own.
-    HostLayer {
-        number: usize,
-        local: usize,
-    },
-    /// The residual goes to a device ...
-    Give {
-        device: usize,
-        exchange: u32,
-    },
-    /// ... whose layer `local` is run ...
-    DeviceLayer {
-        device: usize,
-        local: usize,
-    },
-    /// ... and comes back.
-    Take {
-        device: usize,
-        exchange: u32,
-    },
-    HostHead,
-    DeviceHead {
-        device: usize,
-    },
-}
-
-impl Op {
-    fn device(self) -> Option<usize> {
-        match self {
-            Op::Give { device, .. }
-            | Op::DeviceLayer { device, .. }
-            | Op::Take { device, .. }
-            | Op::DeviceHead { device } => Some(device),
-            Op::HostLayer { .. } | Op::HostHead => None,
-        }
-    }
-}
-
 /// A layer's neurons that the host runs beside a device.
 struct Share {
     ffn: Ffn,
-    /// Where nobody lists those that are on.
-    neurons: Vec<u32>,
     /// Whether the device's predictor does.
     is_listed: bool,
     /// Whether it is all of the layer.
@@ -98,6 +59,8 @@ pub struct Schedule {
 pub struct Pass<'a> {
     pub model: &'a Model,
     pub threshold: f32,
+    /// Tokens of a step from which the host's neurons are brought to the devices.
+    pub feed_from: Option<usize>,
     /// Asked before every layer and while a device is waited for; true gives up.
     pub interrupted: &'a mut dyn FnMut() -> bool,
 }
@@ -119,68 +82,37 @@ impl Schedule {
         };
         let owners: Vec<_> = (0..model.layers.len()).map(owner).collect();
         let pools = parts.iter().map(|part| part.gpu.pool().clone()).collect();
-        let mut schedule = Self {
-            ops: Vec::new(),
-            shares: owners.iter().map(|_| None).collect(),
-            cache: Cache::new(kv, &owners, pools),
+        let cache = Cache::new(kv, &owners, pools);
+        let shares: Vec<Option<Share>> = cache
+            .owners()
+            .iter()
+            .zip(&model.layers)
+            .map(|((owner, local), layer)| {
+                let part = &parts[(*owner)?];
+                share(&layer.ffn, &part.plan.hot[*local], part.layers[*local].ffn.has_predictor())
+            })
+            .collect();
+        let is_shared: Vec<bool> = shares.iter().map(Option::is_some).collect();
+        let head = parts.iter().position(|part| part.head.is_some());
+        let order = order(cache.owners(), &is_shared, head, parts.len());
+        for (part, n) in parts.iter_mut().zip(order.n_exchanges) {
+            part.n_exchanges = n;
+            part.layers.iter_mut().for_each(|layer| layer.exchange = order.exchanges[layer.number]);
+        }
+        Self {
+            ops: order.ops,
+            shares,
+            cache,
             host: Scratch::default(),
             ffn: ffn::Scratch::default(),
             y: Vec::new(),
-            parts: Vec::new(),
-        };
-        schedule.order(model, &mut parts);
-        schedule.parts = parts;
-        schedule
-    }
-
-    /// Lists what is to be done, numbers the hand-overs and finds the host's shares.
-    fn order(&mut self, model: &Model, parts: &mut [Part]) {
-        // Where the residual is.
-        let mut at = None;
-        let go = |ops: &mut Vec<Op>, parts: &mut [Part], at: &mut Option<usize>, to: Option<usize>| {
-            if *at == to {
-                return;
-            }
-            let mut next = |device: usize| {
-                parts[device].n_exchanges += 1;
-                parts[device].n_exchanges
-            };
-            if let Some(device) = *at {
-                ops.push(Op::Take { device, exchange: next(device) });
-            }
-            if let Some(device) = to {
-                ops.push(Op::Give { device, exchange: next(device) });
-            }
-            *at = to;
-        };
-        for (number, (owner, local)) in self.cache.owners().to_vec().into_iter().enumerate() {
-            go(&mut self.ops, parts, &mut at, owner);
-            let Some(device) = owner else {
-                self.ops.push(Op::HostLayer { number, local });
-                continue;
-            };
-            self.ops.push(Op::DeviceLayer { device, local });
-            let part = &mut parts[device];
-            let hot = &part.plan.hot[local];
-            let layer = &mut part.layers[local];
-            self.shares[number] = share(&model.layers[number].ffn, hot, layer.ffn.has_predictor());
-            if self.shares[number].is_some() {
-                part.n_exchanges += 1;
-                layer.exchange = Some(part.n_exchanges);
-            }
+            parts,
         }
-        let head = parts.iter().position(|part| part.head.is_some());
-        go(&mut self.ops, parts, &mut at, head);
-        self.ops.push(head.map_or(Op::HostHead, |device| Op::DeviceHead { device }));
     }
 
     /// Where sequences have their keys and values.
     pub fn cache(&self) -> &Cache {
         &self.cache
-    }
-
-    pub fn parts(&self) -> &[Part] {
-        &self.parts
     }
 
     /// Runs `requests` side by side and appends their tokens to their sequences. Returns the wanted logits, (n, n_vocab),
@@ -290,13 +222,22 @@ impl Schedule {
         for device in 0..self.parts.len() {
             is_launched.push(self.launch_graph(pass, batch, device)?);
         }
+        let feeds = pass.feed_from.is_some_and(|least| batch.n_tokens >= least);
+        // Who brings neurons to a device waits for what it was given before, which may wait for answers from here.
+        let ahead = if feeds { 0 } else { AHEAD };
         let mut n_given = 0;
         for i in 0..self.ops.len() {
-            while n_given < self.ops.len().min(i + 1 + AHEAD) {
+            while n_given < self.ops.len().min(i + 1 + ahead) {
                 let op = self.ops[n_given];
                 if let Some(device) = op.device().filter(|d| !is_launched[*d]) {
-                    put(&mut self.parts[device], op, pass, batch);
-                    self.parts[device].gpu.check()?;
+                    let part = &mut self.parts[device];
+                    match op {
+                        Op::DeviceLayer { local, .. } if part.is_fed(local, feeds) => {
+                            put_fed(part, local, pass, cpu, batch)?
+                        }
+                        _ => put(part, op, pass, batch),
+                    }
+                    part.gpu.check()?;
                 }
                 n_given += 1;
             }
@@ -320,9 +261,9 @@ impl Schedule {
                     let layer = &self.parts[device].layers[local];
                     let (number, exchange) = (layer.number, layer.exchange);
                     count_device(&mut counts[number], pass.model, batch.n_tokens);
-                    if let Some(exchange) = exchange {
+                    if let Some(exchange) = exchange.filter(|_| !self.parts[device].is_fed(local, feeds)) {
                         self.parts[device].wait(exchange, pass.interrupted)?;
-                        self.host_share(pass, cpu, batch, device, number, &mut counts[number]);
+                        self.host_share(pass, cpu, batch, (device, local), number, &mut counts[number]);
                         let part = &self.parts[device];
                         part.gpu.mailbox().answer(part.base.wrapping_add(exchange), &self.y);
                     }
@@ -396,7 +337,7 @@ impl Schedule {
         pass: &Pass,
         cpu: &mut Cpu,
         batch: &Batch,
-        device: usize,
+        (device, local): (usize, usize),
         number: usize,
         counts: &mut Counts,
     ) {
@@ -421,7 +362,8 @@ impl Schedule {
         if share.is_listed {
             mailbox.take_list(n_tokens, &mut scratch.neurons.list, &mut scratch.neurons.on);
         } else {
-            scratch.neurons.these(&share.neurons, n_tokens);
+            let cold = self.parts[device].layers[local].ffn.cold();
+            scratch.neurons.these(cold, n_tokens);
         }
         let before = counts.active;
         share.ffn.run_share(cpu, mode, n_tokens, x, scratch, out, counts);
@@ -496,6 +438,12 @@ impl Schedule {
 }
 
 impl Part {
+    /// Whether the host's neurons of layer `local` come here, where the step `feeds`.
+    fn is_fed(&self, local: usize, feeds: bool) -> bool {
+        let layer = &self.layers[local];
+        feeds && self.feed.is_some() && layer.exchange.is_some() && layer.is_feedable
+    }
+
     fn wait(&self, exchange: u32, interrupted: &mut dyn FnMut() -> bool) -> Result<()> {
         self.gpu.mailbox().wait(self.base.wrapping_add(exchange), self.gpu.stream(), interrupted)
     }
@@ -530,14 +478,7 @@ fn put(part: &mut Part, op: Op, pass: &Pass, batch: &Batch) {
         Op::Take { exchange, .. } => part.gpu.hand_over(exchange, &part.scratch.x, None),
         Op::DeviceLayer { local, .. } => {
             let layer = &part.layers[local];
-            let step = FfnStep {
-                layer: local,
-                n_tokens: batch.n_tokens,
-                is_sparse: model.sparsity != Sparsity::Dense,
-                is_predicted: model.sparsity == Sparsity::Predicted,
-                threshold: pass.threshold,
-                exchange: layer.exchange,
-            };
+            let step = FfnStep { exchange: layer.exchange, ..ffn_step(local, pass, batch) };
             let (rotations, mut cache) = (batch.rotations.as_ref(), part.gpu.cache());
             let s = &mut part.scratch;
             layer.block.run(&mut part.gpu, local, rotations, &mut cache, s, |gpu, x, residual, out| {
@@ -549,21 +490,63 @@ fn put(part: &mut Part, op: Op, pass: &Pass, batch: &Batch) {
     }
 }
 
+fn ffn_step(local: usize, pass: &Pass, batch: &Batch) -> FfnStep {
+    FfnStep {
+        layer: local,
+        n_tokens: batch.n_tokens,
+        is_sparse: pass.model.sparsity != Sparsity::Dense,
+        is_predicted: pass.model.sparsity == Sparsity::Predicted,
+        threshold: pass.threshold,
+        exchange: None,
+    }
+}
+
+/// Puts layer `local` on a device's stream and brings it the host's neurons.
+fn put_fed(part: &mut Part, local: usize, pass: &mut Pass, cpu: &Cpu, batch: &Batch) -> Result<()> {
+    let (layer, feed) = (&part.layers[local], part.feed.as_mut().expect("a fed layer"));
+    let step = ffn_step(local, pass, batch);
+    let (rotations, mut cache) = (batch.rotations.as_ref(), part.gpu.cache());
+    let mut fed = Ok(());
+    layer.block.run(
+        &mut part.gpu,
+        local,
+        rotations,
+        &mut cache,
+        &mut part.scratch,
+        |gpu, x, residual, out| {
+            let mut supply = Supply {
+                source: source(&pass.model.layers[layer.number].ffn),
+                feed,
+                write_rows: &mut |matrix, form, rows, out| write_rows(cpu, matrix, form, rows, out),
+                interrupted: &mut *pass.interrupted,
+            };
+            fed = layer.ffn.run_fed(gpu, step, x, residual, out, &mut supply);
+        },
+    );
+    fed
+}
+
+/// Writes rows of `matrix` in `form` one after the other, all threads at it.
+fn write_rows(cpu: &Cpu, matrix: &Matrix, form: Form, rows: &[u32], out: &mut [u8]) {
+    let n_bytes = form.row_bytes(matrix.n_cols());
+    let parts = Parts::new(out);
+    cpu.for_rows(rows.len(), matrix.n_cols(), &|i| {
+        // SAFETY: each row is written once.
+        form.write_row(matrix, rows[i] as usize, unsafe { parts.part(i * n_bytes, n_bytes) });
+    });
+}
+
 /// The host's neurons of a layer of which a device has `hot`.
 fn share(ffn: &Ffn, hot: &[u32], is_listed: bool) -> Option<Share> {
-    let n_ff = ffn.n_neurons();
-    if hot.len() == n_ff {
+    if hot.len() == ffn.n_neurons() {
         return None;
     }
-    let mut is_hot = vec![false; n_ff];
-    hot.iter().for_each(|i| is_hot[*i as usize] = true);
-    let neurons = (0..n_ff as u32).filter(|i| !is_hot[*i as usize]).collect();
     let mut ffn = ffn.clone();
     // A device that has neurons of the layer adds the bias.
     if let (false, Down::Neurons(down)) = (hot.is_empty(), &mut ffn.down) {
         down.bias = None;
     }
-    Some(Share { ffn, neurons, is_listed, is_whole: hot.is_empty() })
+    Some(Share { ffn, is_listed, is_whole: hot.is_empty() })
 }
 
 /// What is known of a device's layer before it is run.

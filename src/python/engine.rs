@@ -113,7 +113,7 @@ impl Engine {
 }
 
 fn forked(what: &str) -> Error {
-    Error::Device { device: "cpu".to_owned(), reason: format!("{what}; make one here") }
+    Error::device("cpu", format_args!("{what}; make one here"))
 }
 
 pub fn parse_kv_type(name: &str) -> Result<DType> {
@@ -128,7 +128,7 @@ pub fn parse_kv_type(name: &str) -> Result<DType> {
 #[pymethods]
 impl Engine {
     #[new]
-    #[pyo3(signature = (path, *, threads=None, n_ctx=None, sparsity="auto", sparse_threshold=None, activation=None, kv_type="f16", interleave=None, count_neurons=false, batch=None, gpus=None, gpu_context=None, neuron_counts=None, hot_neurons=None, progress=None))]
+    #[pyo3(signature = (path, *, threads=None, n_ctx=None, sparsity="auto", sparse_threshold=None, activation=None, kv_type="f16", interleave=None, count_neurons=false, batch=None, gpus=None, gpu_context=None, feed_from=None, neuron_counts=None, hot_neurons=None, progress=None))]
     fn new(
         py: Python<'_>,
         path: PathBuf,
@@ -143,6 +143,7 @@ impl Engine {
         batch: Option<usize>,
         gpus: Option<Vec<(usize, u64, u64, usize)>>,
         gpu_context: Option<usize>,
+        feed_from: Option<usize>,
         neuron_counts: Option<Vec<PyReadonlyArray1<'_, u64>>>,
         hot_neurons: Option<Vec<PyReadonlyArray1<'_, u32>>>,
         progress: Option<Py<PyAny>>,
@@ -165,6 +166,7 @@ impl Engine {
                 batch,
                 gpus,
                 gpu_context,
+                feed_from,
                 neuron_counts,
                 hot_neurons,
             };

@@ -87,6 +87,7 @@ pub fn plan<'py>(
             batch: BATCH,
             kv_type: parse_kv_type(kv_type)?,
             mode: mode_of(&gguf),
+            feeds: true,
         };
         let demand = demand(&gguf, &usage, context_bytes, counts)?;
         let with_coverage = |plan: DevicePlan| {

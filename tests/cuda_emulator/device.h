@@ -2,6 +2,7 @@
 // host, and barriers, shuffles and votes switch between them. A barrier that not all threads reach ends the program.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -10,13 +11,18 @@
 #include <ctime>
 #include <functional>
 #include <map>
+#include <set>
 #include <sched.h>
 #include <string>
 #include <utility>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) (void)0
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) (void)0
 #endif
 
 struct dim3 { unsigned x, y, z; };
@@ -25,6 +31,8 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 namespace emulator {
 
 constexpr size_t STACK = 128 << 10;
+// All that kernels declare with SHARED, of all of them together.
+constexpr size_t ALL_SHARED = 4 << 20;
 enum class Wait { None, Block, Warp };
 
 struct Fiber {
@@ -52,10 +60,14 @@ struct Block {
     std::vector<std::pair<bool, float>> reduced[2];
     std::vector<int> phases;
     std::vector<char> shared;
+    std::vector<char> declared;
+    // What of it this block has met.
+    std::set<size_t> is_fresh;
     char *dynamic_shared = nullptr;
     const std::function<void()> *body = nullptr;
     const char *kernel = "";
     ~Block() {
+        ASAN_UNPOISON_MEMORY_REGION(declared.data(), declared.size());
         for (auto &f : fibers) std::free(f.stack);
     }
 };
@@ -218,6 +230,29 @@ template <class F> float reduce(float value, F join) {
     return result = values[0];
 }
 
+// The place of a variable in shared memory, for a declaration that is met for the first time.
+inline size_t declare(size_t size) {
+    static std::atomic<size_t> used{64};
+    size_t at = used.fetch_add((size + 127) / 64 * 64);
+    if (at + size > ALL_SHARED) die("more shared memory declared than there is room for");
+    return at;
+}
+
+// Where it is for the block at work; what nobody has written there reads as NaN.
+template <class T> T &shared_at(size_t at) {
+    Block &block = work();
+    if (block.declared.empty()) {
+        block.declared.assign(ALL_SHARED, (char)0xff);
+        ASAN_POISON_MEMORY_REGION(block.declared.data(), ALL_SHARED);
+    }
+    char *memory = block.declared.data() + at;
+    if (block.is_fresh.insert(at).second) {
+        ASAN_UNPOISON_MEMORY_REGION(memory, sizeof(T));
+        std::memset(memory, 0xff, sizeof(T));
+    }
+    return *(T *)memory;
+}
+
 // A kernel as the driver sees it: how long its arguments are, and how to run it on a copy of them.
 struct Kernel {
     const char *name;
@@ -253,6 +288,7 @@ struct Kernel {
                 for (unsigned x = 0; x < grid.x; x++) {
                     work().block = {x, y, z};
                     std::memset(work().dynamic_shared, 0xff, n_shared);
+                    work().is_fresh.clear();
                     run_block(body);
                 }
             }
@@ -268,6 +304,9 @@ struct Kernel {
     static emulator::Kernel kernel_##name(#name, name);                                                                \
     static void name(__VA_ARGS__)
 #define DYNAMIC_SHARED(name) float *name = (float *)emulator::work().dynamic_shared
+#define SHARED(type, name)                                                                                             \
+    static const size_t name##_at = emulator::declare(sizeof(type));                                                   \
+    type &name = emulator::shared_at<type>(name##_at)
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static thread_local
@@ -294,6 +333,20 @@ template <class T> T atomicAdd(T *to, T value) { return __atomic_fetch_add(to, v
 inline int dot4(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (int8_t)(a >> i) * (int8_t)(b >> i);
     return sum;
+}
+
+inline void multiply_tile(int *sums, int a, int b) {
+    using namespace emulator;
+    int lane = work().current->number, warp = lane & ~31, phase = work().phases[lane]++ & 1;
+    auto &slots = work().slots[phase];
+    slots[lane] = (uint64_t)(unsigned)a << 32 | (unsigned)b;
+    pause_for(Wait::Warp, 0xffffffffu);
+    for (int i = 0; i < 2; i++) {
+        for (int k = 0; k < 4; k++) {
+            uint64_t row = slots[warp + lane % 32 / 4 * 4 + k], column = slots[warp + (lane % 4 * 2 + i) * 4 + k];
+            sums[i] = dot4((int)(row >> 32), (int)column, sums[i]);
+        }
+    }
 }
 
 inline float warp_sum(float v) { return emulator::reduce(v, [](float a, float b) { return a + b; }); }

@@ -139,7 +139,11 @@ Status release(uintptr_t at) {
     return OK;
 }
 
-using Work = std::function<Status()>;
+struct Work {
+    std::function<Status()> run;
+    // An event is reached even where what was before it has failed: who waits for it must not wait for ever.
+    bool is_event = false;
+};
 
 struct Stream {
     Device *device;
@@ -176,7 +180,7 @@ struct Stream {
                 queue.pop_front();
                 hold.unlock();
                 // After a failure nothing more is done, as on a device.
-                Status done = status == OK ? next() : OK;
+                Status done = status == OK || next.is_event ? next.run() : OK;
                 hold.lock();
                 if (done != OK) status = done;
             }
@@ -237,15 +241,15 @@ Status copy(Stream *stream, uintptr_t to, uintptr_t from, size_t size, bool from
     // Ordinary memory is read before the call returns, pinned memory when its turn comes.
     if (from_host && !is_known(from)) {
         auto bytes = std::make_shared<std::vector<char>>((char *)from, (char *)from + size);
-        return stream->put([=] {
+        return stream->put({[=] {
             std::memcpy((void *)to, bytes->data(), size);
             return OK;
-        });
+        }});
     }
-    Status put = stream->put([=] {
+    Status put = stream->put({[=] {
         std::memmove((void *)to, (void *)from, size);
         return OK;
-    });
+    }});
     return put == OK && to_host && !is_known(to) ? stream->wait() : put;
 }
 
@@ -380,10 +384,10 @@ API cuMemsetD8Async(Address at, unsigned char value, size_t n, void *stream) {
     if (!current) return INVALID_CONTEXT;
     if (is_to_fail("copy")) return LAUNCH_FAILED;
     if (!is_inside(at, n)) return ILLEGAL_ADDRESS;
-    return stream_of(stream)->put([=] {
+    return stream_of(stream)->put({[=] {
         std::memset((void *)at, value, n);
         return OK;
-    });
+    }});
 }
 
 API cuStreamCreate(void **out, unsigned) {
@@ -420,20 +424,21 @@ API cuStreamWaitEvent(void *stream, void *handle, unsigned) {
         std::lock_guard<std::mutex> hold(event->lock);
         number = event->n_recorded;
     }
-    return stream_of(stream)->put([=] {
+    return stream_of(stream)->put({[=] {
         std::unique_lock<std::mutex> hold(event->lock);
         event->changed.wait(hold, [&] { return event->n_done >= number; });
         return OK;
-    });
+    }});
 }
 API cuLaunchHostFunc(void *stream, void (*f)(void *), void *data) {
-    return stream_of(stream)->put([=] {
+    return stream_of(stream)->put({[=] {
         f(data);
         return OK;
-    });
+    }});
 }
 
 API cuEventCreate(void **out, unsigned) {
+    if (is_to_fail("event")) return OUT_OF_MEMORY;
     *out = new Event;
     n_handles++;
     return OK;
@@ -445,17 +450,22 @@ API cuEventDestroy_v2(void *event) {
 }
 API cuEventRecord(void *handle, void *stream) {
     Event *event = (Event *)handle;
+    if (is_to_fail("event")) return LAUNCH_FAILED;
     {
         std::lock_guard<std::mutex> hold(event->lock);
         event->n_recorded++;
     }
-    return stream_of(stream)->put([=] {
+    Work mark{[=] {
         std::lock_guard<std::mutex> hold(event->lock);
         event->n_done++;
         event->time = std::chrono::steady_clock::now();
         event->changed.notify_all();
         return OK;
-    });
+    }};
+    mark.is_event = true;
+    Status put = stream_of(stream)->put(mark);
+    if (put != OK) mark.run();
+    return put;
 }
 API cuEventSynchronize(void *handle) {
     Event *event = (Event *)handle;
@@ -519,12 +529,12 @@ API cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
     for (size_t i = 0; i < kernel->sizes.size(); i++) {
         copies->emplace_back((char *)args[i], (char *)args[i] + kernel->sizes[i]);
     }
-    return stream->put([=] {
+    return stream->put({[=] {
         std::vector<void *> pointers;
         for (auto &copy : *copies) pointers.push_back(copy.data());
         kernel->run(pointers.data(), {gx, gy, gz}, {bx, by, bz}, n_shared);
         return is_to_fail("kernel") ? ILLEGAL_ADDRESS : OK;
-    });
+    }});
 }
 
 API cuStreamBeginCapture_v2(void *handle, int) {
@@ -588,7 +598,7 @@ API cuGetErrorString(Status status, const char **out) {
 }
 
 // The `n`-th call of `kind` from now on fails: alloc, host_alloc, launch, kernel (it ends with an error), copy, module,
-// stream, context, capture, graph, init.
+// stream, context, event, capture, graph, init.
 API emulator_fail(const char *kind, long n) {
     is_to_fail("");
     std::lock_guard<std::mutex> hold(fail_lock);

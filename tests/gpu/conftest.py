@@ -11,6 +11,8 @@ from powerinfer_rs import _engine
 from tests.python.conftest import demo, synthesize, tiny, vocab  # noqa: F401
 
 GB = 2**30
+#: What can be made to fail.
+KINDS = ["alloc", "host_alloc", "launch", "kernel", "copy", "module", "stream", "context", "event", "capture", "graph"]
 
 
 class Emulator:
@@ -56,7 +58,7 @@ def emulator():
     emulator = Emulator()
     before = emulator.alive()
     yield emulator
-    for kind in ("alloc", "host_alloc", "launch", "kernel", "copy", "module", "stream", "context", "capture", "graph"):
+    for kind in KINDS:
         emulator.fail(kind, 0)
     emulator.memory(8 * GB)
     assert emulator.alive() == before, "something was not given back"

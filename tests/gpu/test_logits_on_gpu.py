@@ -145,3 +145,13 @@ def test_bits_are_the_same_each_time(tiny):
         engine = _engine.Engine(tiny("falcon40-q4_0"), threads=threads, gpus=devices(1), hot_neurons=hot)
         runs += [run(engine, tokens, 20) for _ in range(2)]
     assert all(np.array_equal(runs[0], other) for other in runs[1:])
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_tiles_have_the_bits_of_single_tokens(synthesize, kind):
+    """Rows of more groups of weights than a warp has lanes."""
+    wide = ["--embd", "1056", "--ff", "160", "--layers", "1", "--heads", "8", "--kv-heads", "2", "--rank", "32"]
+    path = f"{synthesize('llama', kind, '--seed', '8', *wide)}.powerinfer.gguf"
+    tokens = np.random.default_rng(9).integers(0, 384, 20).astype(np.uint32)
+    engine = _engine.Engine(path, threads=1, n_ctx=32, gpus=devices(1))
+    assert np.array_equal(run(engine, tokens, 19), run(engine, tokens, 1))

@@ -35,7 +35,7 @@ impl<'a> Cpu<'a> {
     }
 
     /// Calls `f` with every row number, a few to a chunk.
-    fn for_rows(&self, n_rows: usize, width: usize, f: &(dyn Fn(usize) + Sync)) {
+    pub fn for_rows(&self, n_rows: usize, width: usize, f: &(dyn Fn(usize) + Sync)) {
         let rows = (CHUNK_VALUES / width.max(1)).clamp(1, n_rows.max(1));
         self.team.run(n_rows.div_ceil(rows), &|c| (c * rows..((c + 1) * rows).min(n_rows)).for_each(f));
     }

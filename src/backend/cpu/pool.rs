@@ -38,7 +38,7 @@ impl Pool {
                 .num_threads(n_threads - 1)
                 .thread_name(|i| format!("powerinfer-{}", i + 1))
                 .build()
-                .map_err(|e| Error::Device { device: "cpu".to_owned(), reason: e.to_string() })?;
+                .map_err(|e| Error::device("cpu", e))?;
             Some(pool)
         };
         Ok(Self { helpers, n_threads, process: std::process::id() })
@@ -52,7 +52,7 @@ impl Pool {
     pub fn check_process(&self) -> Result<()> {
         if self.helpers.is_some() && std::process::id() != self.process {
             let reason = "the engine was made before this process was forked; make one here".to_owned();
-            return Err(Error::Device { device: "cpu".to_owned(), reason });
+            return Err(Error::device("cpu", reason));
         }
         Ok(())
     }

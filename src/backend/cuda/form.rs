@@ -95,32 +95,37 @@ impl Form {
         if self.is_quantized() { UNIT } else { 8 }
     }
 
-    /// Appends row `i` of `matrix` in this form.
-    pub fn append_row(self, matrix: &Matrix, i: usize, out: &mut Vec<u8>) {
+    /// Writes row `i` of `matrix` in this form to `out`, as long as that.
+    pub fn write_row(self, matrix: &Matrix, i: usize, out: &mut [u8]) {
         let row = matrix.row(i);
         if self == Form::of(matrix.dtype()) && self != Form::Groups {
-            return out.extend_from_slice(row);
+            return out.copy_from_slice(row);
         }
         if self != Form::Groups {
             let mut values = vec![0.0; matrix.n_cols()];
             decode(matrix.dtype(), row, &mut values);
-            return out.extend(values.iter().flat_map(|v| v.to_le_bytes()));
+            return write_floats(&values, out);
         }
-        with_block!(matrix.dtype(), B => append_groups::<B>(row, out), _ => unreachable!("floats have forms of their own"));
+        with_block!(matrix.dtype(), B => write_groups::<B>(row, out), _ => unreachable!("floats have forms of their own"));
     }
 }
 
-fn append_groups<B: crate::quant::Block>(row: &[u8], out: &mut Vec<u8>) {
+pub(super) fn write_floats(values: &[f32], out: &mut [u8]) {
+    out.as_chunks_mut::<4>().0.iter_mut().zip(values).for_each(|(bytes, v)| *bytes = v.to_le_bytes());
+}
+
+fn write_groups<B: crate::quant::Block>(row: &[u8], out: &mut [u8]) {
     let mut groups = Groups::new();
-    for block in row.chunks_exact(B::BYTES) {
+    let blocks = out.chunks_exact_mut(B::LEN / UNIT * UNIT_BYTES);
+    for (block, out) in row.chunks_exact(B::BYTES).zip(blocks) {
         B::unpack(block, &mut groups);
-        for unit in 0..B::LEN / UNIT {
-            out.extend(groups.q[unit * UNIT..][..UNIT].iter().map(|q| *q as u8));
+        for (unit, out) in out.chunks_exact_mut(UNIT_BYTES).enumerate() {
+            let (weights, rest) = out.split_at_mut(UNIT);
+            weights.iter_mut().zip(&groups.q[unit * UNIT..]).for_each(|(byte, q)| *byte = *q as u8);
             let at = unit * UNIT / GROUP;
-            for values in [&groups.scale[at..at + 2], &groups.min[at..at + 2]] {
-                // A format without offsets leaves them as they were: zero.
-                out.extend(values.iter().flat_map(|v| v.to_le_bytes()));
-            }
+            write_floats(&groups.scale[at..at + 2], &mut rest[..8]);
+            // A format without offsets leaves them as they were: zero.
+            write_floats(&groups.min[at..at + 2], &mut rest[8..]);
         }
     }
 }

@@ -62,10 +62,6 @@ impl DeviceLinear {
             n_cols: self.n_cols,
         }
     }
-
-    pub fn n_cols(&self) -> usize {
-        self.n_cols
-    }
 }
 
 pub(super) fn address(memory: &Option<Memory>) -> u64 {
@@ -161,7 +157,7 @@ impl Gpu {
     ) -> Result<Self> {
         if shape.head_dim > MAX_HEAD_DIM {
             let reason = format!("heads of {} values; its kernels take up to {MAX_HEAD_DIM}", shape.head_dim);
-            return Err(Error::Device { device: format!("cuda:{number}"), reason });
+            return Err(Error::gpu(number, reason));
         }
         let stream = Stream::new(number)?;
         stream.set_limit(limit);
@@ -243,54 +239,42 @@ impl Gpu {
     fn matrix(
         &self,
         matrix: &Matrix,
-        rows: &mut dyn ExactSizeIterator<Item = usize>,
+        rows: impl ExactSizeIterator<Item = u32>,
         form: Form,
     ) -> Result<Memory> {
         let row_bytes = form.row_bytes(matrix.n_cols());
-        let memory = self.stream.allocate(rows.len() * row_bytes)?;
-        let mut piece = Vec::with_capacity(PIECE + row_bytes);
-        let mut done = 0;
-        for row in rows {
-            form.append_row(matrix, row, &mut piece);
-            if piece.len() >= PIECE {
-                self.stream.write(&memory, done, &piece)?;
-                done += piece.len();
-                piece.clear();
+        let n = rows.len();
+        let memory = self.stream.allocate(n * row_bytes)?;
+        let at_once = (PIECE / row_bytes.max(1)).clamp(1, n.max(1));
+        let mut piece = vec![0; at_once * row_bytes];
+        for (i, row) in rows.enumerate() {
+            let place = i % at_once * row_bytes;
+            form.write_row(matrix, row as usize, &mut piece[place..place + row_bytes]);
+            if place + row_bytes == piece.len() || i + 1 == n {
+                self.stream.write(&memory, (i - i % at_once) * row_bytes, &piece[..place + row_bytes])?;
             }
         }
-        self.stream.write(&memory, done, &piece)?;
         Ok(memory)
-    }
-
-    pub(super) fn floats(&self, values: &[f32]) -> Result<Memory> {
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        self.stream.upload(&bytes)
-    }
-
-    pub(super) fn numbers(&self, values: &[u32]) -> Result<Memory> {
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        self.stream.upload(&bytes)
     }
 
     /// All of `linear`.
     pub fn linear(&self, linear: &Linear) -> Result<DeviceLinear> {
-        let w = &linear.weight;
-        let form = Form::of(w.dtype());
-        Ok(DeviceLinear {
-            weights: self.matrix(w, &mut (0..w.n_rows()), form)?,
-            bias: linear.bias.as_ref().map(|b| self.floats(b)).transpose()?,
-            form,
-            n_rows: w.n_rows(),
-            n_cols: w.n_cols(),
-        })
+        let n = linear.weight.n_rows() as u32;
+        self.linear_rows(linear, 0..n, Form::of(linear.weight.dtype()))
     }
 
     /// Rows `rows` of `linear`, with their biases.
-    pub(super) fn some_rows(&self, linear: &Linear, rows: &[u32], form: Form) -> Result<DeviceLinear> {
+    pub(super) fn linear_rows(
+        &self,
+        linear: &Linear,
+        rows: impl ExactSizeIterator<Item = u32> + Clone,
+        form: Form,
+    ) -> Result<DeviceLinear> {
         let w = &linear.weight;
-        let bias = |b: &Vec<f32>| self.floats(&rows.iter().map(|r| b[*r as usize]).collect::<Vec<_>>());
+        let bias =
+            |b: &Vec<f32>| self.stream.upload(&rows.clone().map(|r| b[r as usize]).collect::<Vec<_>>());
         Ok(DeviceLinear {
-            weights: self.matrix(w, &mut rows.iter().map(|r| *r as usize), form)?,
+            weights: self.matrix(w, rows.clone(), form)?,
             bias: linear.bias.as_ref().map(bias).transpose()?,
             form,
             n_rows: rows.len(),
@@ -301,8 +285,8 @@ impl Gpu {
     pub fn norm_weights(&self, norm: &Norm) -> Result<DeviceNorm> {
         Ok(DeviceNorm {
             is_layer: norm.kind == NormKind::Layer,
-            weight: self.floats(&norm.weight)?,
-            bias: norm.bias.as_ref().map(|b| self.floats(b)).transpose()?,
+            weight: self.stream.upload(&norm.weight)?,
+            bias: norm.bias.as_ref().map(|b| self.stream.upload(b)).transpose()?,
             eps: norm.eps,
             width: norm.weight.len(),
         })

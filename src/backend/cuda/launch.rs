@@ -1,6 +1,6 @@
 //! The floor that touches the driver: contexts, memory, launches, graphs. The only room of `cuda` with unsafe code.
 //!
-//! Everything waits for its turn on one stream, and memory is given back only when that has finished. Memory that both
+//! All but copies of weights that go by waits for its turn on one stream, and memory is given back only when that has finished. Memory that both
 //! sides see is reached through atomics, or read and written while the other side waits at a flag.
 
 use std::ffi::{CString, c_void};
@@ -8,16 +8,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
-use cudarc::driver::{CudaContext, CudaGraph, CudaStream, DriverError, result};
+use cudarc::driver::{CudaContext, CudaEvent, CudaGraph, CudaStream, DriverError, result};
 
 use crate::{Error, Result};
 
 use super::workspace::GRANULE;
 
 /// The error of this crate for one of the driver's.
-pub fn failed(number: usize, doing: &str) -> impl FnOnce(DriverError) -> Error + use<> {
+fn failed(number: usize, doing: &str) -> impl FnOnce(DriverError) -> Error + use<> {
     let doing = doing.to_owned();
-    move |e| Error::Device { device: format!("cuda:{number}"), reason: format!("{doing}: {}", message(&e)) }
+    move |e| Error::gpu(number, format_args!("{doing}: {}", message(&e)))
 }
 
 fn message(e: &DriverError) -> String {
@@ -51,8 +51,11 @@ pub struct Stream {
 
 impl Stream {
     pub fn new(number: usize) -> Result<Arc<Self>> {
+        if !has_driver() {
+            return Err(Error::gpu(number, "no NVIDIA driver (libcuda.so) on this machine"));
+        }
         let context = CudaContext::new(number).map_err(failed(number, "opening the device"))?;
-        // SAFETY: nothing has been allocated yet, and all work goes through one stream.
+        // SAFETY: nothing has been allocated yet; this module orders streams itself.
         unsafe { context.disable_event_tracking() };
         let stream = context.new_stream().map_err(failed(number, "making a stream"))?;
         Ok(Arc::new(Self {
@@ -68,8 +71,16 @@ impl Stream {
         self.number
     }
 
-    pub fn context(&self) -> &Arc<CudaContext> {
-        &self.context
+    /// The device's name.
+    pub fn name(&self) -> Result<String> {
+        self.context.name().map_err(failed(self.number, "asking its name"))
+    }
+
+    /// Bytes of its memory that nobody has taken, and all.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        let (free, total) =
+            self.context.mem_get_info().map_err(failed(self.number, "asking for its memory"))?;
+        Ok((free as u64, total as u64))
     }
 
     /// The most bytes that allocations may take together from now on.
@@ -107,7 +118,7 @@ impl Stream {
         let (used, limit) = (self.used(), self.limit.load(Ordering::Relaxed));
         if used + taken > limit {
             let reason = format!("{taken} bytes more than the {used} in use are over the budget of {limit}");
-            return Err(Error::Device { device: format!("cuda:{}", self.number), reason });
+            return Err(Error::gpu(self.number, reason));
         }
         self.bind()?;
         // SAFETY: a context is bound.
@@ -118,8 +129,10 @@ impl Stream {
         Ok(Memory { stream: self.clone(), address, n_bytes, taken })
     }
 
-    /// Device memory that holds `bytes`.
-    pub fn upload(self: &Arc<Self>, bytes: &[u8]) -> Result<Memory> {
+    /// Device memory that holds `values`.
+    pub fn upload<T: Plain>(self: &Arc<Self>, values: &[T]) -> Result<Memory> {
+        // SAFETY: plain values have no bytes that are nobody's.
+        let bytes = unsafe { std::slice::from_raw_parts(values.as_ptr() as *const u8, size_of_val(values)) };
         let memory = self.allocate(bytes.len())?;
         self.write(&memory, 0, bytes)?;
         Ok(memory)
@@ -140,6 +153,10 @@ impl Stream {
 
     /// Copies from pinned memory, later: the caller leaves `from` alone until the stream has got there.
     pub fn copy_in(&self, to: &Memory, from: &Pinned, n_bytes: usize) -> Result<()> {
+        self.copy_in_on(&self.stream, to, from, n_bytes)
+    }
+
+    fn copy_in_on(&self, stream: &CudaStream, to: &Memory, from: &Pinned, n_bytes: usize) -> Result<()> {
         assert!(n_bytes <= to.n_bytes && n_bytes <= from.n_bytes);
         if n_bytes == 0 {
             return Ok(());
@@ -148,9 +165,19 @@ impl Stream {
         // SAFETY: inside both allocations; pinned memory stays where it is.
         let done = unsafe {
             let bytes = std::slice::from_raw_parts(from.host as *const u8, n_bytes);
-            result::memcpy_htod_async(to.address, bytes, self.stream.cu_stream())
+            result::memcpy_htod_async(to.address, bytes, stream.cu_stream())
         };
         done.map_err(failed(self.number, "copying to the device"))
+    }
+
+    /// Marks where the work given so far ends.
+    pub fn mark(&self, event: &Event) -> Result<()> {
+        event.0.record(&self.stream).map_err(failed(self.number, "marking a place in a stream"))
+    }
+
+    /// What is given from now on waits for `event`.
+    pub fn wait_for(&self, event: &Event) -> Result<()> {
+        self.stream.wait(&event.0).map_err(failed(self.number, "waiting for another stream"))
     }
 
     /// Copies to pinned memory, later: it holds the bytes once the stream has got there.
@@ -265,15 +292,62 @@ impl Stream {
         let worked = work();
         let graph = self.stream.end_capture(sys::CUgraphInstantiate_flags(0));
         worked?;
-        let nothing = || Error::Device {
-            device: format!("cuda:{}", self.number),
-            reason: "recording a graph: nothing was recorded".to_owned(),
-        };
+        let nothing = || Error::gpu(self.number, "recording a graph: nothing was recorded");
         Ok(Graph(graph.map_err(failed(self.number, doing))?.ok_or_else(nothing)?))
     }
 
     pub fn launch_graph(&self, graph: &Graph) -> Result<()> {
         graph.0.launch().map_err(failed(self.number, "launching a graph"))
+    }
+}
+
+/// A place in the work of a stream; one that nobody has marked is passed.
+pub struct Event(CudaEvent);
+
+impl Event {
+    pub fn new(stream: &Stream) -> Result<Self> {
+        stream.context.new_event(None).map(Self).map_err(failed(stream.number, "making an event"))
+    }
+
+    /// Whether the work up to here is done; an error where some failed.
+    pub fn is_passed(&self, stream: &Stream) -> Result<bool> {
+        stream.bind()?;
+        self.0.try_is_complete().map_err(failed(stream.number, "computing"))
+    }
+}
+
+/// A second stream of a device, for copies that go on while the first computes.
+pub struct Copies {
+    beside: Arc<Stream>,
+    stream: Arc<CudaStream>,
+}
+
+impl Copies {
+    pub fn new(beside: &Arc<Stream>) -> Result<Self> {
+        let stream = beside.context.new_stream().map_err(failed(beside.number, "making a stream"))?;
+        Ok(Self { beside: beside.clone(), stream })
+    }
+
+    /// Copies from pinned memory once `free` is passed, and marks `copied` when that is done.
+    pub fn copy_in(
+        &self,
+        to: &Memory,
+        from: &Pinned,
+        n_bytes: usize,
+        free: &Event,
+        copied: &Event,
+    ) -> Result<()> {
+        let number = self.beside.number;
+        self.stream.wait(&free.0).map_err(failed(number, "waiting for another stream"))?;
+        self.beside.copy_in_on(&self.stream, to, from, n_bytes)?;
+        copied.0.record(&self.stream).map_err(failed(number, "marking a place in a stream"))
+    }
+}
+
+impl Drop for Copies {
+    fn drop(&mut self) {
+        // Whoever has this may have the memory too.
+        let _ = self.stream.synchronize();
     }
 }
 
@@ -351,10 +425,10 @@ unsafe impl Send for Pinned {}
 // SAFETY: as above.
 unsafe impl Sync for Pinned {}
 
-/// What pinned memory may be seen as.
+/// What memory may be seen as.
 ///
 /// # Safety
-/// Any bytes must be a value.
+/// Any bytes must be a value, and a value nothing but bytes.
 pub unsafe trait Plain: Copy {}
 // SAFETY: any bytes are a value.
 unsafe impl Plain for u8 {}
@@ -387,6 +461,13 @@ impl Pinned {
         unsafe {
             std::ptr::copy_nonoverlapping(values.as_ptr(), (self.host as *mut T).add(start), values.len())
         };
+    }
+
+    /// The first `n_bytes`, to write into. Nobody may be reading them: an event has said so.
+    pub fn bytes_mut(&mut self, n_bytes: usize) -> &mut [u8] {
+        assert!(n_bytes <= self.n_bytes);
+        // SAFETY: inside the allocation, which was zeroed; no one else has it here.
+        unsafe { std::slice::from_raw_parts_mut(self.host as *mut u8, n_bytes) }
     }
 
     /// The number at place `i`, as a flag that both sides see.

@@ -109,7 +109,7 @@ impl Mailbox {
             if is_missing || waited > PATIENCE {
                 let what = if is_missing { "ended without its answer" } else { "gave no answer" };
                 let reason = format!("{what} after {:.1} s", waited.as_secs_f64());
-                return Err(Error::Device { device: format!("cuda:{}", stream.number()), reason });
+                return Err(Error::gpu(stream.number(), reason));
             }
             std::thread::yield_now();
         }
@@ -158,7 +158,7 @@ impl Mailbox {
             0 => Ok(()),
             number => {
                 let reason = format!("waited {PATIENCE:?} for the host's answer {}", number - 1);
-                Err(Error::Device { device: format!("cuda:{}", stream.number()), reason })
+                Err(Error::gpu(stream.number(), reason))
             }
         }
     }

@@ -2,21 +2,23 @@
 //!
 //! `launch` touches the driver, and nothing else does; `module` knows the kernels by name; `gpu` is a device at work with
 //! the verbs of [`Backend`](super::Backend), `ffn` what it does with a feed-forward layer's neurons; `mailbox` hands over
-//! to the host and back; `cache` has the blocks of the KV cache. `form` and `workspace` are plain arithmetic: what
+//! to the host and back, `feed` brings the host's neurons here in pieces, laid out by `piece`; `cache` has the blocks of the KV cache. `form` and `workspace` are plain arithmetic: what
 //! weights and buffers weigh. Uses `error`, `quant` and what `backend` says a device must do.
 
 pub mod cache;
+pub mod feed;
 pub mod ffn;
 pub mod form;
 mod gpu;
 pub mod launch;
 pub mod mailbox;
 mod module;
+pub mod piece;
 pub mod workspace;
 
 pub use gpu::{Buffer, DeviceLinear, DeviceNorm, Gpu, Step};
 
-use crate::{Error, Result};
+use crate::Result;
 
 use launch::Stream;
 
@@ -41,14 +43,7 @@ pub fn devices() -> Result<Vec<Device>> {
 
 /// Device `number`; an error where there is none.
 pub fn device(number: usize) -> Result<Device> {
-    if !launch::has_driver() {
-        let reason = "no NVIDIA driver (libcuda.so) on this machine".to_owned();
-        return Err(Error::Device { device: format!("cuda:{number}"), reason });
-    }
     let stream = Stream::new(number)?;
-    let context = stream.context();
-    let failed = |doing: &str| launch::failed(number, doing);
-    let name = context.name().map_err(failed("asking its name"))?;
-    let (free, total) = context.mem_get_info().map_err(failed("asking for its memory"))?;
-    Ok(Device { number, name, total: total as u64, free: free as u64 })
+    let (free, total) = stream.memory()?;
+    Ok(Device { number, name: stream.name()?, total, free })
 }

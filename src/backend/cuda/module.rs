@@ -20,6 +20,12 @@ const WARP: usize = 32;
 const WARPS: usize = BLOCK / WARP;
 /// Threads of a block of the `down` kernels.
 const DOWN_BLOCK: usize = 64;
+/// Tokens and rows of a tile, as the kernels have them, and tokens from which tiles are worth while.
+const TILE_TOKENS: usize = 32;
+const TILE_ROWS: usize = 64;
+const MANY: usize = 16;
+/// Columns of a tile of `down`.
+const DOWN_COLUMNS: usize = 128;
 /// Blocks that copy to and from the host.
 const COPY_BLOCKS: usize = 64;
 /// Heads that stand in one block of `attend`.
@@ -80,9 +86,9 @@ pub struct Weights {
 }
 
 struct ByForm {
-    matmul: [Function; 2],
-    ffn: [Function; 2],
-    /// For one token, for few, for many.
+    // Each for one token, for few, and for many.
+    matmul: [Function; 3],
+    ffn: [Function; 3],
     down: [Function; 3],
 }
 
@@ -92,7 +98,7 @@ pub struct Kernels {
     normalize: Function,
     rope: Function,
     add: Function,
-    gate: Function,
+    relu: Function,
     take_rows: Function,
     select: Function,
     combine: Function,
@@ -136,21 +142,21 @@ impl Kernels {
             Ok(functions.into_iter())
         };
         let named = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
-        let mut rows = load(ROWS, named(&["quantize", "normalize", "rope", "add", "gate", "take_rows"]))?;
+        let mut rows = load(ROWS, named(&["quantize", "normalize", "rope", "add", "relu", "take_rows"]))?;
         let mut ffn = load(FFN, named(&["select", "combine"]))?;
         let mut attention = load(ATTENTION, named(&["store", "attend", "attended"]))?;
         let mut handover = load(HANDOVER, named(&["hand_over", "await", "take_over"]))?;
         let mut by_form = [const { None }; Form::ALL.len()];
         for form in forms {
             let name = form.name();
-            let mut matmul = load(MATMUL, [1, 4].map(|n| format!("matmul_{n}_{name}")).to_vec())?;
-            let names = ["ffn_1", "ffn_4", "down_1", "down_2", "down_all"];
-            let mut ffn = load(FFN, names.map(|what| format!("{what}_{name}")).to_vec())?;
-            let pair = |from: &mut std::vec::IntoIter<Function>| [0, 1].map(|_| next(from));
+            let mut three = |ptx: &str, kinds: [&str; 3]| -> Result<[Function; 3]> {
+                let mut functions = load(ptx, kinds.map(|kind| format!("{kind}_{name}")).to_vec())?;
+                Ok([0, 1, 2].map(|_| next(&mut functions)))
+            };
             by_form[*form as usize] = Some(ByForm {
-                matmul: pair(&mut matmul),
-                ffn: pair(&mut ffn),
-                down: [0, 1, 2].map(|_| next(&mut ffn)),
+                matmul: three(MATMUL, ["matmul_1", "matmul_4", "matmul_many"])?,
+                ffn: three(FFN, ["ffn_1", "ffn_4", "ffn_many"])?,
+                down: three(FFN, ["down_1", "down_2", "down_many"])?,
             });
         }
         Ok(Self {
@@ -159,7 +165,7 @@ impl Kernels {
             normalize: next(&mut rows),
             rope: next(&mut rows),
             add: next(&mut rows),
-            gate: next(&mut rows),
+            relu: next(&mut rows),
             take_rows: next(&mut rows),
             select: next(&mut ffn),
             combine: next(&mut ffn),
@@ -237,10 +243,10 @@ impl Kernels {
         launch!(self, self.add, ((n as usize).div_ceil(BLOCK), 1, 1), BLOCK, 0, x, y, n)
     }
 
-    /// `h = act(h) * up`, `n` values; without `up` where it is 0.
-    pub fn gate(&self, h: u64, up: u64, n: usize, activation: i32, relu_up: bool) -> Result<()> {
-        let (grid, n, relu_up) = ((n.div_ceil(BLOCK), 1, 1), n as u64, relu_up as i32);
-        launch!(self, self.gate, grid, BLOCK, 0, h, up, n, activation, relu_up)
+    /// `x = max(x, 0)`, `n` values.
+    pub fn relu(&self, x: u64, n: usize) -> Result<()> {
+        let (grid, n) = ((n.div_ceil(BLOCK), 1, 1), n as u64);
+        launch!(self, self.relu, grid, BLOCK, 0, x, n)
     }
 
     pub fn take_rows(&self, x: u64, rows: u64, out: u64, width: usize, n: usize) -> Result<()> {
@@ -250,9 +256,8 @@ impl Kernels {
 
     /// `out = weights · x + bias`, (n_tokens, n_rows).
     pub fn matmul(&self, w: Weights, x: Rows, out: u64, n_tokens: usize) -> Result<()> {
-        let (few, at_once) = if n_tokens == 1 { (0, 1) } else { (1, 4) };
-        let function = self.of(w.form).matmul[few];
-        let grid = (w.n_rows.div_ceil(WARPS), n_tokens.div_ceil(at_once), 1);
+        let (kind, grid) = products(w.n_rows, n_tokens);
+        let function = self.of(w.form).matmul[kind];
         let (n_rows, n_cols, n_tokens) = (w.n_rows as i32, w.n_cols as i32, n_tokens as i32);
         launch!(self, function, grid, BLOCK, 0, w.address, w.bias, x, out, n_rows, n_cols, n_tokens)
     }
@@ -308,9 +313,8 @@ impl Kernels {
         active: u64,
         fired: u64,
     ) -> Result<()> {
-        let (few, at_once) = if n_tokens == 1 { (0, 1) } else { (1, 4) };
-        let function = self.of(up.form).ffn[few];
-        let grid = ((of.n as usize).div_ceil(WARPS), n_tokens.div_ceil(at_once), 1);
+        let (kind, grid) = products(of.n as usize, n_tokens);
+        let function = self.of(up.form).ffn[kind];
         let (gate, gate_bias) = gate.map_or((0, 0), |g| (g.address, g.bias));
         let (n_cols, n_tokens) = (up.n_cols as i32, n_tokens as i32);
         launch!(
@@ -322,16 +326,15 @@ impl Kernels {
     /// Sums of the listed rows of `down`, each times its h, in parts; returns how many.
     pub fn down(&self, w: Weights, of: DeviceNeurons, h: u64, parts: u64, n_tokens: usize) -> Result<usize> {
         let n_parts = sum_parts(n_tokens);
-        let (kind, at_once) = match (n_tokens, n_parts) {
-            (1, _) => (0, 1),
-            (_, 1) => (2, 2),
-            _ => (1, 2),
+        let blocks = w.n_cols.div_ceil(w.form.columns_a_thread()).div_ceil(DOWN_BLOCK);
+        let (kind, grid, block) = match (n_tokens, n_parts) {
+            (1, _) => (0, (blocks, n_parts, 1), DOWN_BLOCK),
+            (_, 1) => (2, (n_tokens.div_ceil(TILE_TOKENS), w.n_cols.div_ceil(DOWN_COLUMNS), 1), BLOCK),
+            _ => (1, (blocks, n_parts, n_tokens.div_ceil(2)), DOWN_BLOCK),
         };
         let function = self.of(w.form).down[kind];
-        let threads = w.n_cols.div_ceil(w.form.columns_a_thread());
-        let grid = (threads.div_ceil(DOWN_BLOCK), n_parts, n_tokens.div_ceil(at_once));
         let (n_cols, n_tokens) = (w.n_cols as i32, n_tokens as i32);
-        launch!(self, function, grid, DOWN_BLOCK, 0, w.address, of, h, parts, n_cols, n_tokens)?;
+        launch!(self, function, grid, block, 0, w.address, of, h, parts, n_cols, n_tokens)?;
         Ok(n_parts)
     }
 
@@ -413,6 +416,15 @@ impl Kernels {
     pub fn take_over(&self, from: u64, to: u64, n: usize) -> Result<()> {
         let (grid, n) = ((n.div_ceil(BLOCK).min(COPY_BLOCKS), 1, 1), n as u64);
         launch!(self, self.take_over, grid, BLOCK, 0, from, to, n)
+    }
+}
+
+/// Which of three kernels multiplies so many rows with so many tokens, and its grid.
+fn products(n_rows: usize, n_tokens: usize) -> (usize, (usize, usize, usize)) {
+    match n_tokens {
+        1 => (0, (n_rows.div_ceil(WARPS), 1, 1)),
+        n if n < MANY => (1, (n_rows.div_ceil(WARPS), n.div_ceil(4), 1)),
+        n => (2, (n.div_ceil(TILE_TOKENS), n_rows.div_ceil(TILE_ROWS), 1)),
     }
 }
 

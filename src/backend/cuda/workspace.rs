@@ -42,6 +42,8 @@ pub struct Shape {
     pub n_blocks: usize,
     /// Blocks that there is room for.
     pub n_cached: usize,
+    /// Bytes of a piece of the host's neurons on its way through; 0 where none go.
+    pub piece: usize,
 }
 
 /// Bytes of each buffer.
@@ -65,7 +67,6 @@ pub struct Sizes {
     pub numbers: usize,
     /// Addresses of blocks.
     pub table: usize,
-    pub counters: usize,
 }
 
 /// Buffers as wide as the residual: x, normed, attn_in, update, ffn_update.
@@ -99,7 +100,6 @@ impl Shape {
             turns: floats(2 * batch * self.n_pairs),
             numbers: floats(1 + 3 * batch),
             table: 8 * self.table_len(),
-            counters: 16,
         }
     }
 
@@ -109,8 +109,14 @@ impl Shape {
         // The integers' scale, for each 32, and sums, for each 16, are floats.
         let integers = [s.plane, s.plane, s.plane, s.plane / 8, s.plane / 4];
         let once = [s.hidden, s.scores, s.h, s.list, s.parts, s.logits, s.turns, s.numbers, s.table];
+        let pieces = [self.piece; 2];
         let rows = [s.residual; RESIDUALS].into_iter().chain([s.heads; HEADS]);
-        let all = rows.chain(integers).chain(once).map(|n| (n as u64).next_multiple_of(GRANULE)).sum::<u64>();
+        let all = rows
+            .chain(integers)
+            .chain(once)
+            .chain(pieces)
+            .map(|n| (n as u64).next_multiple_of(GRANULE))
+            .sum::<u64>();
         // A layer's weights are rounded up too, and it counts what it does.
         all + n_layers as u64 * (PER_LAYER * GRANULE + 12 * self.n_ff as u64) + 2 * GRANULE
     }

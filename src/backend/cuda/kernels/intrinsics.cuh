@@ -14,11 +14,20 @@ typedef unsigned long long u64;
 
 #define KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(256, 1) name(__VA_ARGS__)
 #define DYNAMIC_SHARED(name) extern __shared__ float name[]
+#define SHARED(type, name) __shared__ type name
 
 __device__ __forceinline__ int dot4(int a, int b, int sum) {
     int out;
     asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(sum));
     return out;
+}
+
+// sums += a · b by a warp's tensor cores, signed bytes: `a` has 8 rows of 16, of which a lane holds four in row lane / 4 from
+// column lane % 4 * 4 on, `b` 8 columns of 16 likewise; a lane's sums are of row lane / 4, columns lane % 4 * 2 and the next.
+__device__ __forceinline__ void multiply_tile(int *sums, int a, int b) {
+    asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+        : "+r"(sums[0]), "+r"(sums[1])
+        : "r"(a), "r"(b));
 }
 
 __device__ __forceinline__ float half_to_float(u16 bits) {

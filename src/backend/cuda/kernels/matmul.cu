@@ -1,6 +1,6 @@
 // Rows of weights times rows of activations: a warp a row, TT tokens at a time, so that a weight is fetched and unpacked
-// once for all of them. Sums run in one order whatever TT is.
-#include "common.cuh"
+// once for all of them, or many tokens in tiles. Sums run in one order whichever it is.
+#include "tile.cuh"
 
 template <class M, int TT>
 __device__ __forceinline__ void multiply(const u8 *weights, const float *bias, Rows x, float *out, int n_rows, int n_cols,
@@ -17,6 +17,21 @@ __device__ __forceinline__ void multiply(const u8 *weights, const float *bias, R
     }
 }
 
+template <class M>
+__device__ __forceinline__ void multiply_many(const u8 *weights, const float *bias, Rows x, float *out, int n_rows,
+                                              int n_cols, int n_tokens) {
+    SHARED(TileRows, rows);
+    int t0 = blockIdx.x * TILE_TOKENS, r0 = blockIdx.y * TILE_ROWS;
+    if (threadIdx.x < TILE_ROWS) rows.at[threadIdx.x] = min(r0 + (int)threadIdx.x, n_rows - 1);
+    __syncthreads();
+    float sums[TILE_SUMS];
+    Tile<M>::multiply(weights, rows.at, x, n_cols, t0, n_tokens, sums);
+    for (int k = 0; k < TILE_SUMS; k++) {
+        int token = t0 + tile_token(k), r = r0 + tile_row(k);
+        if (token < n_tokens && r < n_rows) out[(u64)token * n_rows + r] = sums[k] + (bias ? bias[r] : 0.f);
+    }
+}
+
 #define FORM(name, M)                                                                                                  \
     KERNEL(matmul_1_##name, const u8 *weights, const float *bias, Rows x, float *out, int n_rows, int n_cols,          \
            int n_tokens) {                                                                                             \
@@ -25,6 +40,10 @@ __device__ __forceinline__ void multiply(const u8 *weights, const float *bias, R
     KERNEL(matmul_4_##name, const u8 *weights, const float *bias, Rows x, float *out, int n_rows, int n_cols,          \
            int n_tokens) {                                                                                             \
         multiply<M, 4>(weights, bias, x, out, n_rows, n_cols, n_tokens);                                               \
+    }                                                                                                                  \
+    KERNEL(matmul_many_##name, const u8 *weights, const float *bias, Rows x, float *out, int n_rows, int n_cols,       \
+           int n_tokens) {                                                                                             \
+        multiply_many<M>(weights, bias, x, out, n_rows, n_cols, n_tokens);                                             \
     }
 EACH_FORM(FORM)
 #undef FORM

@@ -62,13 +62,9 @@ KERNEL(add, float *x, const float *y, u64 n) {
     if (i < n) x[i] += y[i];
 }
 
-// h = act(h), times `up` where there is one; a neuron that is off adds nothing, whatever `up` is.
-KERNEL(gate, float *h, const float *up, u64 n, int activation, int relu_up) {
+KERNEL(relu, float *x, u64 n) {
     u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    float v = activate(h[i], activation);
-    if (up && v != 0) v *= relu_up && up[i] <= 0 ? 0.f : up[i];
-    h[i] = v;
+    if (i < n) x[i] = activate(x[i], RELU);
 }
 
 // Row `rows[i]` of `x` becomes row i of `out`, a block for each.

@@ -1,4 +1,6 @@
-"""Times on a GPU, as tables: without a model the hand-over and graphs, with one tokens a second at several budgets."""
+"""Times on a GPU, as tables: without a model launches, hand-overs, copies and products, with one tokens a second at several
+budgets and for which prompts cold neurons are better brought to the GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,14 @@ def decode_seconds(engine: _engine.Engine, n: int, batch: int = 1) -> float:
         times.append(time.perf_counter() - start)
     engine.free(sequence)
     return statistics.median(times[n // 4 :])
+
+
+def measures() -> None:
+    """Launches, hand-overs, copies and products."""
+    print("| | |\n|---|---|")
+    for what, value, unit in _engine.measure_gpu(0):
+        print(f"| {what} | {value:.3g} {unit} |")
+    print()
 
 
 def hand_overs() -> None:
@@ -92,4 +102,8 @@ def end_to_end(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    end_to_end(Path(sys.argv[1])) if len(sys.argv) > 1 else hand_overs()
+    if len(sys.argv) > 1:
+        end_to_end(Path(sys.argv[1]))
+    else:
+        measures()
+        hand_overs()

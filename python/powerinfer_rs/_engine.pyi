@@ -22,6 +22,7 @@ __all__ = [
     "gpus",
     "inspect",
     "instruction_sets",
+    "measure_gpu",
     "plan",
     "read_gpu_index",
     "streaming_read",
@@ -249,6 +250,15 @@ def gpus() -> list[Gpu]:
 
     Raises:
         DeviceError: The driver fails.
+    """
+
+def measure_gpu(number: int = 0, n_bytes: int = 67108864) -> list[tuple[str, float, str]]:
+    """Measure what a GPU's work costs, on matrices and copies of about `n_bytes`: what, how much, and the unit.
+
+    It needs room for four times as much. Launches, hand-overs to the host, copies, products for every weight type.
+
+    Raises:
+        DeviceError: The GPU isn't there, fails, or has no room.
     """
 
 def plan(

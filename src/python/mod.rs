@@ -16,6 +16,7 @@ fn _engine(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(files::instruction_sets, m)?)?;
     m.add_function(wrap_pyfunction!(split::plan, m)?)?;
     m.add_function(wrap_pyfunction!(split::gpus, m)?)?;
+    m.add_function(wrap_pyfunction!(split::measure_gpu, m)?)?;
     m.add_function(wrap_pyfunction!(split::read_gpu_index, m)?)?;
     m.add_function(wrap_pyfunction!(split::write_gpu_index, m)?)?;
     error::register(m)

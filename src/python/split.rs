@@ -117,6 +117,18 @@ pub fn gpus(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     PyList::new(py, dicts.collect::<PyResult<Vec<_>>>()?)
 }
 
+/// Measures a GPU: see `_engine.pyi`.
+#[pyfunction]
+#[pyo3(signature = (number=0, n_bytes=64 << 20))]
+pub fn measure_gpu(
+    py: Python<'_>,
+    number: usize,
+    n_bytes: usize,
+) -> PyResult<Vec<(String, f64, &'static str)>> {
+    let measures = enter(py, || cuda::measure::measure(number, n_bytes))?;
+    Ok(measures.into_iter().map(|m| (m.what, m.value, m.unit)).collect())
+}
+
 /// Reads a `.gpuidx`: see `_engine.pyi`.
 #[pyfunction]
 pub fn read_gpu_index(

@@ -74,6 +74,8 @@ struct Block {
 
 inline thread_local Block *working = nullptr;
 inline Block &work() { return *working; }
+// How fast a device's clock runs.
+inline std::atomic<double> clock_rate{1};
 // The order in which a block's threads run between barriers.
 inline bool is_reversed = false;
 
@@ -368,7 +370,8 @@ inline unsigned short float_to_half(float value) {
 inline unsigned long long nanoseconds() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ull + now.tv_nsec;
+    static const time_t start = now.tv_sec; // so that a fast clock doesn't overflow
+    return (unsigned long long)(emulator::clock_rate * ((now.tv_sec - start) * 1e9 + now.tv_nsec));
 }
 
 inline void pause() { sched_yield(); }

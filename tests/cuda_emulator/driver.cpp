@@ -640,3 +640,9 @@ API emulator_order(int is_reversed) {
     emulator::is_reversed = is_reversed;
     return OK;
 }
+
+// How fast clocks of devices run from now on, as a multiple of the host's.
+API emulator_clock(double rate) {
+    emulator::clock_rate = rate;
+    return OK;
+}

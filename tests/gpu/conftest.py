@@ -41,6 +41,10 @@ class Emulator:
         """The most bytes of a device in use at once since the last call."""
         return self.lib.emulator_peak(device)
 
+    def clock(self, rate: float) -> None:
+        """Let the devices' clocks run so many times as fast as the host's."""
+        self.lib.emulator_clock(ctypes.c_double(rate))
+
     def memory(self, n_bytes: int) -> None:
         """Give each device so much memory."""
         self.lib.emulator_memory(ctypes.c_size_t(n_bytes))
@@ -61,4 +65,5 @@ def emulator():
     for kind in KINDS:
         emulator.fail(kind, 0)
     emulator.memory(8 * GB)
+    emulator.clock(1)
     assert emulator.alive() == before, "something was not given back"

@@ -139,3 +139,29 @@ def test_ctrl_c_stops_a_step(emulator, tiny, once):
     assert time.monotonic() - start < 60
     assert engine.tokens(sequence) == []
     assert np.array_equal(run(engine, TOKENS, 8), want)
+
+
+def test_a_device_waits_for_a_minute_and_no_longer(emulator, tiny):
+    """A host that doesn't answer is an error, and not the end of the engine."""
+    path = tiny("llama-f16")
+    n_layers, n_ff = neurons(path)
+    hot = [np.arange(0, n_ff, 2, dtype=np.uint32)] * n_layers
+    engine = _engine.Engine(path, threads=1, gpus=devices(1), hot_neurons=hot, n_ctx=64)
+    want = run(engine, TOKENS, 8)
+    sequence = engine.new_sequence()
+    emulator.clock(1e7)
+    with pytest.raises(DeviceError, match="waited 60s for the host's answer"):
+        for _ in range(50):
+            engine.step([(sequence, TOKENS[:1], 1)])
+    emulator.clock(1)
+    engine.free(sequence)
+    assert np.array_equal(run(engine, TOKENS, 8), want)
+
+
+def test_measures(emulator):
+    measures = _engine.measure_gpu(0, 1 << 14)
+    assert len(measures) > 20
+    assert all(value > 0 for _, value, _ in measures)
+    emulator.memory(1 << 20)
+    with pytest.raises(DeviceError, match="out of memory"):
+        _engine.measure_gpu(0, 1 << 22)

@@ -373,12 +373,7 @@ impl Gpu {
 
     /// Lets the device wait for the host's answer `number`.
     pub(super) fn wait(&mut self, number: u32) {
-        self.put(|gpu| {
-            let m = &gpu.mailbox;
-            let patience = super::mailbox::PATIENCE.as_nanos() as u64;
-            let (given_up, failed) = (m.given_up_address(), m.failed_address());
-            gpu.kernels.wait(m.answered_address(), gpu.base_address(), number, given_up, failed, patience)
-        });
+        self.put(|gpu| gpu.mailbox.let_wait(&gpu.kernels, gpu.base_address(), number));
     }
 
     /// Hands `x` over to the host as `number`, and the residual where its predictor wants it.

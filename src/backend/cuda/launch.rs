@@ -284,6 +284,20 @@ impl Stream {
         done.map_err(failed(self.number, "launching a kernel"))
     }
 
+    /// Counts up the first number of `to` from a thread of the driver's once the work so far is done. `to` outlives that:
+    /// it waits for the stream.
+    pub fn notify(&self, to: &Pinned) -> Result<()> {
+        unsafe extern "C" fn count_up(flag: *mut c_void) {
+            // SAFETY: pinned memory, which is given back once the stream has finished; flags are reached through atomics.
+            unsafe { &*(flag as *const AtomicU32) }.fetch_add(1, Ordering::AcqRel);
+        }
+        self.bind()?;
+        // SAFETY: the function touches nothing but the flag, and calls no driver.
+        let done =
+            unsafe { sys::cuLaunchHostFunc(self.stream.cu_stream(), Some(count_up), to.host) }.result();
+        done.map_err(failed(self.number, "launching a host function"))
+    }
+
     /// Records what `work` puts on the stream as a graph, in place of doing it.
     pub fn record(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         let doing = "recording a graph";

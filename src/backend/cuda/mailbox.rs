@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use crate::{Error, Result};
 
 use super::launch::{Pinned, Stream};
+use super::module::Kernels;
 use super::workspace::Shape;
 
 /// Flags stand a cache line apart.
@@ -21,7 +22,7 @@ const FAILED: usize = 3 * LINE;
 const N_FLAGS: usize = 4 * LINE;
 
 /// How long one side waits for the other before it gives up.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// Spins between looks at the clock, the stream and the caller.
 const SPINS: u32 = 256;
 
@@ -77,18 +78,6 @@ impl Mailbox {
         self.flag_address(POSTED)
     }
 
-    pub fn answered_address(&self) -> u64 {
-        self.flag_address(ANSWERED)
-    }
-
-    pub fn given_up_address(&self) -> u64 {
-        self.flag_address(GIVEN_UP)
-    }
-
-    pub fn failed_address(&self) -> u64 {
-        self.flag_address(FAILED)
-    }
-
     /// Waits for the device to hand over `number`; `interrupted` is asked meanwhile.
     pub fn wait(&self, number: u32, stream: &Stream, interrupted: &mut dyn FnMut() -> bool) -> Result<()> {
         let posted = self.flags.flag(POSTED);
@@ -114,6 +103,12 @@ impl Mailbox {
             std::thread::yield_now();
         }
         Ok(())
+    }
+
+    /// Lets the device wait for the host's answer `number`, counted from what is at `base`.
+    pub fn let_wait(&self, kernels: &Kernels, base: u64, number: u32) -> Result<()> {
+        let [answered, given_up, failed] = [ANSWERED, GIVEN_UP, FAILED].map(|flag| self.flag_address(flag));
+        kernels.wait(answered, base, number, given_up, failed, PATIENCE.as_nanos() as u64)
     }
 
     /// What the device has handed over, `n` values of each.

@@ -3,7 +3,7 @@
 //! `launch` touches the driver, and nothing else does; `module` knows the kernels by name; `gpu` is a device at work with
 //! the verbs of [`Backend`](super::Backend), `ffn` what it does with a feed-forward layer's neurons; `mailbox` hands over
 //! to the host and back, `feed` brings the host's neurons here in pieces, laid out by `piece`; `cache` has the blocks of the KV cache. `form` and `workspace` are plain arithmetic: what
-//! weights and buffers weigh. Uses `error`, `quant` and what `backend` says a device must do.
+//! weights and buffers weigh; `measure` times a device. Uses `error`, `quant` and what `backend` says a device must do.
 
 pub mod cache;
 pub mod feed;
@@ -12,6 +12,7 @@ pub mod form;
 mod gpu;
 pub mod launch;
 pub mod mailbox;
+pub mod measure;
 mod module;
 pub mod piece;
 pub mod workspace;

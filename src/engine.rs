@@ -113,6 +113,8 @@ pub struct Info {
     pub converted_bytes: usize,
     pub is_interleaved: bool,
     pub gpus: Vec<GpuInfo>,
+    /// GPUs whose budgets hold nothing: number, budget, and the bytes that would.
+    pub unused_gpus: Vec<(usize, u64, u64)>,
 }
 
 /// What an engine has on a GPU.
@@ -140,6 +142,7 @@ pub struct Engine {
     next_id: SequenceId,
     schedule: Schedule,
     gpus: Vec<GpuInfo>,
+    unused_gpus: Vec<(usize, u64, u64)>,
     stats: Stats,
 }
 
@@ -214,10 +217,11 @@ impl Engine {
         })?;
         let shape = device_shape(&model.config, &gguf, &usage);
         let mut parts = Vec::new();
-        let mut gpus = Vec::new();
+        let (mut gpus, mut unused_gpus) = (Vec::new(), Vec::new());
         for (gpu, plan) in options.gpus.iter().zip(plans) {
             // Nothing of the model: the device is left alone.
             if plan.n_attention == 0 {
+                unused_gpus.push((gpu.number, gpu.budget, plan.least));
                 continue;
             }
             let context = gpu.context;
@@ -248,6 +252,7 @@ impl Engine {
             next_id: 0,
             schedule,
             gpus,
+            unused_gpus,
             stats,
         })
     }
@@ -278,6 +283,7 @@ impl Engine {
             converted_bytes: self.model.converted_bytes,
             is_interleaved: self.model.is_interleaved,
             gpus: self.gpus.clone(),
+            unused_gpus: self.unused_gpus.clone(),
             kv_bytes_per_token: self.kv.block_bytes(FULL_BLOCKS) / KV_BLOCK,
         }
     }

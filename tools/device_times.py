@@ -1,5 +1,7 @@
-"""Times on a GPU, as tables: without a model launches, hand-overs, copies and products, with one tokens a second at several
-budgets and for which prompts cold neurons are better brought to the GPU.
+"""Times on a GPU, as tables.
+
+Without a model launches, hand-overs, copies and products; with one tokens a second at several budgets, and for which
+prompts cold neurons are better brought to the GPU.
 """
 
 from __future__ import annotations

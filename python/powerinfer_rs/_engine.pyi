@@ -58,7 +58,10 @@ class ModelNotFoundError(PowerInferError, FileNotFoundError):
 
 @type_check_only
 class Info(TypedDict):
-    """What an engine is; it doesn't change."""
+    """What an engine is; it doesn't change.
+
+    `unused_gpus` hold nothing: of each its number, its budget, and from how many bytes it would have a layer.
+    """
 
     path: PathLike[str]
     weight_bytes: int
@@ -75,6 +78,7 @@ class Info(TypedDict):
     sparse_threshold: float
     device: str
     gpus: list[GpuInfo]
+    unused_gpus: list[tuple[int, int, int]]
     instruction_set: str
     threads: int
     kv_type: Literal["f32", "f16", "q8_0"]
@@ -223,13 +227,14 @@ class PlacedBytes(TypedDict):
 
 @type_check_only
 class Placement(TypedDict):
-    """What a device has. A device has a range of layers of its own."""
+    """What a device has. A device has a range of layers of its own; it has none for fewer bytes than `least`."""
 
     layers: tuple[int, int]
     n_attention: int
     n_predictors: int
     head: bool
     bytes: PlacedBytes
+    least: int
     hot: list[NDArray[np.uint32]]
 
 @type_check_only

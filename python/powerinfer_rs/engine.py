@@ -18,7 +18,7 @@ from . import _engine
 from ._engine import ContextOverflowError, DeviceError, InvalidArgumentError
 from .arguments import check_known, check_number, check_whole, stop_strings
 from .completion import Completion, Run, StopStrings
-from .gpus import Use, check_device, choose
+from .gpus import Use, check_device, check_used, choose
 from .models import resolve
 from .sampling import Sampler, SamplingParams
 from .speculation import PromptLookup
@@ -41,8 +41,8 @@ class Engine:
         kv_type: How keys and values are cached: "f16", "q8_0" or "f32". The first 256 positions are always float32.
         device: "cpu"; "cuda" for all GPUs, "cuda:0,1" for some; "auto" for GPUs where there are any, and for the
             processor, with a warning, where they fail.
-        vram_budget: GB (2^30 bytes) of GPU memory to use, for each GPU where it is a list; none for what is free, 0 for
-            the processor alone.
+        vram_budget: GB (2^30 bytes) of each GPU's memory to use, 0.5 for its driver included; a list has one for each.
+            None for what is free, 0 for the processor alone.
         seed: What `generate` and `stream` draw with when they aren't given a seed; none for a fresh one each time.
         interleave: Whether weights are copied into large pages, with sixteen rows side by side where all are read: it
             is faster. False leaves the file mapped in place, None copies where that is known to take no more than half
@@ -91,6 +91,8 @@ class Engine:
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         check_device(device, vram_budget)
+        if not isinstance(gpu_index, (str, os.PathLike)):
+            raise InvalidArgumentError(f"gpu_index: got {gpu_index!r}, expected auto, reset, off or a path")
         for name, value, most in (("threads", threads, 1024), ("n_ctx", n_ctx, 2**31 - 1), ("batch", batch, 512)):
             if value is not None:
                 check_whole(name, value, 1, most)
@@ -131,6 +133,7 @@ class Engine:
         try:
             use = choose(model, device, vram_budget, n_ctx=n_ctx, kv_type=kv_type, gpu_index=gpu_index)
             self._engine = load(use)
+            check_used(use, self._engine.info(), device)
         except DeviceError as error:
             if device != "auto":
                 raise

@@ -25,7 +25,7 @@ LEAST = 64
 #: Of a GPU's free memory, what is left to others where nobody sets a budget: so many bytes, or this share.
 _RESERVE_BYTES, _RESERVE_SHARE = 256 << 20, 0.02
 #: Positions whose cache GPUs have room for where nobody says how long texts get; the rest lies in the host's memory.
-_CONTEXT = 8192
+MOST_CACHED = 8192
 #: A split made for this share of what fits, or more, is as good as a new one.
 _SAME = 0.97
 
@@ -69,11 +69,15 @@ def shape(model: str | os.PathLike[str]) -> tuple[int, int, int]:
 def check_device(device: object, vram_budget: object) -> None:
     """Refuse devices and budgets that can't be."""
     if not isinstance(device, str) or (device not in ("auto", "cpu", "cuda") and _numbers(device) is None):
-        raise InvalidArgumentError(f"device: got {device!r}, expected auto, cpu, cuda, or cuda:0 and the like")
+        raise InvalidArgumentError(
+            f"device: got {device!r}, expected auto, cpu, cuda, or numbers as in cuda:0,1, each once"
+        )
+    if isinstance(vram_budget, (list, tuple)) and not vram_budget:
+        raise InvalidArgumentError("vram_budget: got an empty list, expected one for all GPUs or one for each, or None")
     for budget in _budgets(vram_budget):
         check_number("vram_budget", budget)
         if not 0 <= budget < 2**20:
-            raise InvalidArgumentError(f"vram_budget: got {budget}, expected GB from 0 on")
+            raise InvalidArgumentError(f"vram_budget: got {budget}, expected GB from 0 to 2^20")
 
 
 def _numbers(device: str) -> list[int] | None:
@@ -89,6 +93,28 @@ def _budgets(vram_budget: object) -> list[float]:
     if vram_budget is None:
         return []
     return list(vram_budget) if isinstance(vram_budget, (list, tuple)) else [vram_budget]  # type: ignore[list-item]
+
+
+def check_used(use: Use, info: _engine.Info, device: str) -> None:
+    """Say which GPUs hold nothing of a loaded model, or less than they were to.
+
+    Raises:
+        DeviceError: None of those asked for by name holds anything.
+    """
+    unused = [
+        f"cuda:{number}: a budget of {budget / 2**30:.3f} GB holds nothing of this model"
+        + (f"; it takes {least / 2**30:.3f} at least, for the driver, buffers and one layer" if least else "")
+        for number, budget, least in info["unused_gpus"]
+    ]
+    if unused and not info["gpus"] and device != "auto":
+        raise DeviceError("; ".join(unused))
+    for line in unused:
+        _log.warning("%s", line)
+    if use.hot_neurons is not None and info["gpus"]:
+        n_asked = sum(len(hot) for hot in use.hot_neurons)
+        n_placed = sum(len(hot) for gpu in info["gpus"] for hot in gpu["plan"]["hot"])
+        if n_placed < n_asked:
+            _log.warning("of %d neurons that the GPU index names %d fit", n_asked, n_placed)
 
 
 def choose(
@@ -108,17 +134,25 @@ def choose(
         ModelFormatError: The split's file is broken, or another model's.
     """
     budgets = _budgets(vram_budget)
+    if device != "cpu" and device != "auto" and budgets and not any(budgets):
+        raise InvalidArgumentError(
+            f"vram_budget: got 0 for device {device}, expected some; device='cpu' is without GPUs"
+        )
     if device == "cpu" or (budgets and not any(budgets)):
         return Use()
     found = {gpu["number"]: gpu for gpu in _engine.gpus()}
     numbers = _numbers(device) or sorted(found)
     if not found or not set(numbers) <= found.keys():
         if device == "auto":
+            if budgets:
+                _log.warning("vram_budget: there is no NVIDIA GPU with its driver: running on the processor")
             return Use()
         there = ", ".join(f"cuda:{n}" for n in found) or "no NVIDIA GPU with its driver"
         raise DeviceError(f"device {device}: this machine has {there}; device='cpu' runs without")
     if budgets and len(budgets) not in (1, len(numbers)):
-        raise InvalidArgumentError(f"vram_budget: got {len(budgets)} for {len(numbers)} GPUs, expected one for each")
+        raise InvalidArgumentError(
+            f"vram_budget: got {len(budgets)} for {len(numbers)} GPUs, expected one for all or one for each"
+        )
     gpus = []
     for i, number in enumerate(numbers):
         total, free = found[number]["total"], found[number]["free"]
@@ -128,18 +162,21 @@ def choose(
         budget = int(budgets[i % len(budgets)] * 2**30)
         if budget > free + CONTEXT_BYTES:
             _log.warning(
-                "vram_budget: %.2f GB are more than the %.2f GB free on cuda:%d", budget / 2**30, free / 2**30, number
+                "vram_budget: %.2f GB are more than the %.2f GB free on cuda:%d: using those",
+                *(budget / 2**30, free / 2**30, number),
             )
-            budget = free
+            # What the driver takes is gone already.
+            gpus.append((number, free, 0, LEAST))
+            continue
         gpus.append((number, budget, CONTEXT_BYTES, LEAST))
     n_layers, n_ff, trained = shape(model)
-    context = min(trained, _CONTEXT) if n_ctx is None else None
+    context = min(trained, MOST_CACHED) if n_ctx is None else None
     use = Use(gpus, context=context)
     if gpu_index == "off":
         return use
     if gpu_index not in ("auto", "reset"):
         return Use(gpus, None, _engine.read_gpu_index(gpu_index, n_layers, n_ff)["hot"], context)
-    return _with_split(use, model, n_layers, n_ff, n_ctx or min(trained, _CONTEXT), kv_type, gpu_index == "reset")
+    return _with_split(use, model, n_layers, n_ff, n_ctx or min(trained, MOST_CACHED), kv_type, gpu_index == "reset")
 
 
 def _with_split(
@@ -148,7 +185,10 @@ def _with_split(
     """The cached split where it is as large as memory allows; otherwise counts to make one by, and a new file."""
     path = gpu_index_path(model)
     folder = Path(model).parent / "activation"
-    counts = load_counts(folder, n_layers, n_ff) if folder.is_dir() else None
+    try:
+        counts = load_counts(folder, n_layers, n_ff) if folder.is_dir() else None
+    except ModelFormatError as error:
+        raise ModelFormatError(f"{error}; --disable-gpu-index (gpu_index='off') goes without such files") from None
     cached = None
     if path.exists() and not reset:
         try:
@@ -181,6 +221,7 @@ def _with_split(
     if folder.is_dir() and len(hot) == n_layers:
         try:
             _engine.write_gpu_index(path, hot, n_ff, fits)
+            _log.info("%s written, by the counts in %s", path, folder)
         except OSError as error:
             _log.info("the split isn't kept: %s", error)
     return Use(use.gpus, counts, None, use.context)

@@ -226,6 +226,7 @@ impl Engine {
         let device: Vec<String> = names.collect();
         out.set_item("device", if device.is_empty() { "cpu".to_owned() } else { device.join(",") })?;
         out.set_item("gpus", gpus.collect::<PyResult<Vec<_>>>()?)?;
+        out.set_item("unused_gpus", i.unused_gpus.clone())?;
         out.set_item("instruction_set", i.instruction_set)?;
         out.set_item("threads", i.threads)?;
         out.set_item("kv_type", i.kv_type.name().to_lowercase())?;

@@ -53,6 +53,7 @@ pub fn plan_dict<'py>(
         bytes.set_item(name, n)?;
     }
     out.set_item("bytes", bytes)?;
+    out.set_item("least", plan.least)?;
     if let Some(coverage) = coverage {
         out.set_item("coverage", coverage)?;
     }
@@ -119,7 +120,7 @@ pub fn gpus(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
 
 /// Measures a GPU: see `_engine.pyi`.
 #[pyfunction]
-#[pyo3(signature = (number=0, n_bytes=64 << 20))]
+#[pyo3(signature = (number=0, n_bytes=67108864))]
 pub fn measure_gpu(
     py: Python<'_>,
     number: usize,

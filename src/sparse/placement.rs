@@ -68,6 +68,8 @@ pub struct DevicePlan {
     /// Of each of its layers, the neurons on it, ascending.
     pub hot: Vec<Vec<u32>>,
     pub bytes: Bytes,
+    /// The bytes from which it would have a layer; 0 where no layer is its own.
+    pub least: u64,
 }
 
 impl DevicePlan {
@@ -156,7 +158,11 @@ fn place_on_one(
     let own = &demand.layers[layers.clone()];
     let mut plan = DevicePlan { hot: vec![Vec::new(); own.len()], layers, ..DevicePlan::default() };
     let mut left = budget;
-    let Some(first) = own.first().filter(|_| take(&mut left, demand.overhead)) else { return plan };
+    let Some(first) = own.first() else { return plan };
+    plan.least = demand.overhead + first.attention + first.cache + first.predictor;
+    if !take(&mut left, demand.overhead) {
+        return plan;
+    }
     for layer in own {
         if !take(&mut left, layer.attention + layer.cache) {
             break;

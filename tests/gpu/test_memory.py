@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from powerinfer_rs import Engine, ModelFormatError, _engine
+from powerinfer_rs import DeviceError, Engine, InvalidArgumentError, ModelFormatError, _engine
 
 from tests.python.test_split import write_pt
 
@@ -111,3 +115,38 @@ def test_twelve_layers_get_their_own_neurons(synthesize, tmp_path):
     engine = _engine.Engine(path, threads=1, n_ctx=32, gpus=[(0, budget, 0, 1)], neuron_counts=counts)
     (gpu,) = engine.info()["gpus"]
     assert [h.tolist() for h in gpu["plan"]["hot"]] == want
+
+
+def test_a_named_gpu_that_holds_nothing_is_an_error(tiny, caplog):
+    with pytest.raises(DeviceError, match=r"cuda:0: a budget of 0\.100 GB holds nothing.* takes 0\.50\d at least"):
+        Engine(tiny("llama-f16"), device="cuda:0", vram_budget=0.1)
+    with pytest.raises(InvalidArgumentError, match="vram_budget: got 0 for device cuda"):
+        Engine(tiny("llama-f16"), device="cuda", vram_budget=0)
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(tiny("llama-f16"), vram_budget=0.1)
+    assert engine.stats()["device"] == "cpu"
+    assert "holds nothing" in caplog.text
+
+
+def test_more_than_there_is_is_what_is_free(tiny):
+    one, other = (Engine(tiny("llama-f16"), device="cuda:0", vram_budget=b).stats()["gpus"] for b in (1000, None))
+    assert one[0]["plan"]["bytes"] == other[0]["plan"]["bytes"]
+
+
+def test_a_named_index_that_does_not_fit_is_said(tiny, tmp_path, caplog):
+    n_layers, n_ff = neurons(tiny("llama-f16"))
+    _engine.write_gpu_index(tmp_path / "all.gpuidx", [np.arange(n_ff, dtype=np.uint32)] * n_layers, n_ff, 1 << 20)
+    options = {"device": "cuda:0", "n_ctx": 64}
+    placed = Engine(tiny("llama-f16"), vram_budget=1, **options).stats()["gpus"][0]["plan"]["bytes"]
+    budget = (sum(placed.values()) - placed["neurons"] / 2) / 2**30
+    with caplog.at_level(logging.WARNING):
+        Engine(tiny("llama-f16"), **options, vram_budget=budget, gpu_index=tmp_path / "all.gpuidx")
+    assert "neurons that the GPU index names" in caplog.text
+
+
+def test_json_of_a_model_on_a_gpu(tiny):
+    model = ["-m", tiny("llama-f16"), "--json", "--device", "cuda:0"]
+    for command in (["generate", "-p", "hello", "-n", "2"], ["bench", "-p", "4", "-n", "2", "-r", "1"]):
+        done = subprocess.run([sys.executable, "-m", "powerinfer_rs", *command, *model], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["stats"]["gpus"][0]["plan"]["hot"]

@@ -303,7 +303,9 @@ def test_the_simulation_prints_a_row_for_each_published_figure():
             capture_output=True,
             check=True,
             text=True,
-        ).stdout.splitlines()[-5:]
+        )
+        .stdout.split("\n\n")[1]
+        .splitlines()[-5:]
         for d in ("0.1", "0.9")
     )
     for fast, slow in zip(sparse, dense, strict=True):
@@ -328,3 +330,21 @@ def test_the_command_writes_an_index(tiny, tmp_path, folder):
     done = run_cli("split", "-m", model, "--vram-budget", "1", "--activations", tmp_path / "none.npz")
     assert done.returncode == 1
     assert b"none.npz" in done.stderr
+
+
+def test_what_can_not_be_is_said_before_a_model_runs(tiny, tmp_path):
+    model = tmp_path / "model.gguf"
+    shutil.copy(tiny("llama-f16"), model)
+    before = model.read_bytes()
+    for arguments, expected in [
+        (["--vram-budget", "1", "-o", model], "is no GPU index"),
+        (["--vram-budget", "1", "-o", tmp_path / "no" / "folder"], "is no folder"),
+        (["--vram-budget", "inf"], "budgets_gb: got inf"),
+        (["--vram-budget", "0.1"], "expected 0.50"),
+        (["--vram-budget", "1", "-f", os.devnull], "text: got none"),
+    ]:
+        done = run_cli("split", "-m", model, *arguments)
+        assert done.returncode == 1
+        assert expected in done.stderr.decode().replace("\n", " "), done.stderr
+    assert model.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [model]

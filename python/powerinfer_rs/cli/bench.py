@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -67,10 +66,17 @@ def bench(
     activation: options.ActivationName = None,
     kv_type: options.KvTypeName = options.KvType.F16,
     interleave: options.Interleave = None,
+    device: options.Device = "auto",
+    vram_budget: options.VramBudget = None,
+    reset_gpu_index: options.ResetGpuIndex = False,
+    disable_gpu_index: options.DisableGpuIndex = False,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Measure prefill and decode, the bytes a token reads, and the share of streaming read bandwidth reached."""
+    """Measure prefill and decode, the bytes a token reads, and the share of streaming read bandwidth reached.
+
+    Example: powerinfer bench -m bamboo-7b.gguf -p 512 -n 64 --device cpu
+    """
     if not n_prompt and not n_decode:
         raise typer.BadParameter("nothing to measure: give -p or -n above 0", param_hint="'-p' / '-n'")
     started = time.perf_counter()
@@ -83,6 +89,10 @@ def bench(
         activation=activation,
         kv_type=kv_type,
         interleave=interleave,
+        device=device,
+        vram_budget=vram_budget,
+        reset_gpu_index=reset_gpu_index,
+        disable_gpu_index=disable_gpu_index,
     )
     load_seconds = time.perf_counter() - started
     runs, bandwidths, peak_memory = [], [], None
@@ -99,7 +109,7 @@ def bench(
             bandwidths.append(_engine.streaming_read(threads, repeats=1))
             bar.advance(task)
     result: dict[str, Any] = {
-        "stats": {**engine.stats(), "path": str(engine.stats()["path"])},
+        "stats": engine.stats(),
         "load_seconds": load_seconds,
         "peak_memory_bytes": peak_memory,
     }
@@ -112,7 +122,7 @@ def bench(
         shares = [r["bytes"] * r["decode"] / b for r, b in zip(runs, bandwidths, strict=True)]
         result["bandwidth_fraction"] = statistics.median(shares)
     if as_json:
-        print(json.dumps(result))
+        print(options.to_json(result))
         return
     _print(engine, result, n_prompt, n_decode)
 
@@ -134,8 +144,10 @@ def _print(engine: Engine, result: dict[str, Any], n_prompt: int, n_decode: int)
     console.print(table)
     if "bytes_per_token" in result:
         density = result["stats"]["density"]
+        where = " in the processor's memory" if result["stats"]["gpus"] else ""
         console.print(
-            f"a token reads {options.size(result['bytes_per_token'])} of weights at density "
+            f"a token reads {options.size(result['bytes_per_token'])} of weights"
+            f"{where} at density "
             f"{sum(density) / len(density):.3f}: {100 * result['bandwidth_fraction']:.0f} % of streaming read",
             soft_wrap=True,
         )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,12 +20,7 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
         raise typer.BadParameter("give one of -p TEXT and -f FILE; -f - reads standard input", param_hint="'-p' / '-f'")
     if prompt is not None:
         return prompt
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file or "").read_bytes()
-        # An editor's last newline is no part of the prompt.
-        return data.decode("utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{file} is not UTF-8 text: {error}", param_hint="'-f'") from None
+    return options.read_text(file or "")
 
 
 def generate(
@@ -81,7 +74,10 @@ def generate(
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No lines about model and timings.")] = False,
     debug: options.Debug = False,
 ) -> None:
-    """Continue a prompt; the text goes to standard output, all else to standard error."""
+    """Continue a prompt; the text goes to standard output, all else to standard error.
+
+    Example: powerinfer generate -m bamboo-7b.gguf -p "Once upon a time" -n 64
+    """
     text = _read_prompt(prompt, file)
     # What can't be is said before anything is loaded.
     SamplingParams(temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty)
@@ -128,10 +124,10 @@ def generate(
             notes.print("interrupted", style="dim")
         partial = getattr(error, "partial", None)
         if as_json and isinstance(partial, Completion):
-            print(json.dumps({**_report(partial, engine.stats()), "error": str(error)}, ensure_ascii=False))
+            print(options.to_json({**_report(partial, engine.stats()), "error": str(error)}))
         raise
     if as_json:
-        print(json.dumps(_report(completion, engine.stats()), ensure_ascii=False))
+        print(options.to_json(_report(completion, engine.stats())))
         return
     if on_text is not None and not on_text.wrote:
         on_text("")
@@ -169,5 +165,5 @@ def _report(completion: Completion, stats: dict[str, object]) -> dict[str, objec
         "tokens": completion.tokens,
         "finish_reason": completion.finish_reason,
         "timings": timings,
-        "stats": {**stats, "path": str(stats["path"])},
+        "stats": stats,
     }

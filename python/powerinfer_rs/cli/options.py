@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -97,7 +99,8 @@ VramBudget = Annotated[
         "--vram-budget",
         min=0,
         metavar="GB",
-        help="GPU memory to use, once for each GPU; what is free if left out, 0 for none.",
+        help="GPU memory to use (GB of 2^30 bytes, 0.5 for the driver included): once for all GPUs, or for each. "
+        "What is free if left out, 0 for none.",
     ),
 ]
 ResetGpuIndex = Annotated[
@@ -107,6 +110,24 @@ DisableGpuIndex = Annotated[
     bool, typer.Option("--disable-gpu-index", help="Choose neurons for the GPU without any file of them.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def to_json(value: object) -> str:
+    """One line of JSON; arrays become lists, paths text."""
+
+    def plain(value: object) -> object:
+        return value.tolist() if isinstance(value, np.ndarray) else str(value)
+
+    return json.dumps(value, default=plain, ensure_ascii=False)
+
+
+def read_text(file: str) -> str:
+    """A file's text, or standard input's for `-`; an editor's last newline is no part of it."""
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{file} is not UTF-8 text: {error}", param_hint="'-f'") from None
 
 
 def size(n: float) -> str:

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _engine
+from .._engine import InvalidArgumentError
 from ..activations import Counts
+from ..arguments import check_whole
 from ..engine import Engine
 
 
@@ -34,9 +36,11 @@ def profile(
         uint64 of shape (n_ff,), one a layer.
 
     Raises:
-        InvalidArgumentError: No neuron of the model is ever off.
+        InvalidArgumentError: No neuron of the model is ever off, or there is no text.
     """
-    engine = Engine(path, threads=threads, count_neurons=True)
+    check_whole("max_tokens", max_tokens, 1)
+    # On the processor: where neurons live isn't known yet.
+    engine = Engine(path, threads=threads, count_neurons=True, device="cpu")
     if text is None:
         bos = engine.metadata.get("tokenizer.ggml.bos_token_id", 0)
         for done, _ in enumerate(
@@ -46,6 +50,8 @@ def profile(
                 progress(done, max_tokens)
     else:
         ids = np.array(engine.tokenize(text)[:max_tokens], np.uint32)
+        if not text or not len(ids):
+            raise InvalidArgumentError("text: got none, expected some to count activations over")
         _run(engine.native, ids, min(engine.n_ctx, 512), progress)
     return engine.native.fired()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +15,7 @@ from .. import _engine
 from .._engine import InvalidArgumentError
 from ..activations import Counts
 from ..arguments import check_number, check_whole
-from ..gpus import CONTEXT_BYTES, LEAST, shape
+from ..gpus import CONTEXT_BYTES, LEAST, MOST_CACHED, shape
 
 if TYPE_CHECKING:
     from .._engine import DevicePlan
@@ -44,14 +46,46 @@ class Split:
         return sum(device["bytes"]["neurons"] for device in self.devices)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write PowerInfer's `.gpuidx`; what is there is replaced once the new one is whole."""
+        """Write PowerInfer's `.gpuidx`; one that is there is replaced once the new one is whole.
+
+        Raises:
+            InvalidArgumentError: Something else is there.
+        """
+        check_replaceable(path)
         _engine.write_gpu_index(path, self.hot, self.n_ff, self.neuron_bytes)
+
+
+def check_budgets(budgets_gb: float | Sequence[float]) -> list[float]:
+    """The budgets as a list; refuses what is none."""
+    several = isinstance(budgets_gb, (list, tuple, np.ndarray))
+    budgets: list[float] = list(budgets_gb) if several else [budgets_gb]  # type: ignore[arg-type, list-item]
+    if not budgets:
+        raise InvalidArgumentError("budgets_gb: got none, expected the memory of one GPU at least")
+    for budget in budgets:
+        check_number("budgets_gb", budget)
+        if not 0 <= budget < 2**20:
+            raise InvalidArgumentError(f"budgets_gb: got {budget}, expected GB from 0 to 2^20")
+    return budgets
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Refuse to write where there is something else than a split: a model, say."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise InvalidArgumentError(f"output: {path.parent} is no folder")
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(256)
+        if start and b"generic.gpu_index" not in start:
+            raise InvalidArgumentError(f"output: {path} is there and is no GPU index; it stays as it is")
+    elif path.exists():
+        raise InvalidArgumentError(f"output: {path} is there and is no file")
 
 
 def split(
     model: str | os.PathLike[str],
     counts: Counts,
-    budgets_gb: list[float],
+    budgets_gb: float | Sequence[float],
     *,
     n_ctx: int | None = None,
     kv_type: str = "f16",
@@ -65,8 +99,8 @@ def split(
     Args:
         model: A GGUF file.
         counts: How often each neuron fired, (n_ff,) a layer: of `load_counts` or `profile`.
-        budgets_gb: Memory of each GPU in GB (2^30 bytes).
-        n_ctx: Positions of the cache; none for what the model was trained for.
+        budgets_gb: Memory of the GPU in GB (2^30 bytes), or of each of several.
+        n_ctx: Positions of the cache; none for what `Engine` takes: the model's own, 8192 at most.
         kv_type: "f16", "q8_0" or "f32".
         context_bytes: What a GPU takes for its own context.
         least: The fewest neurons of a layer that are worth handing over; a layer has none on a GPU, or so many.
@@ -75,14 +109,9 @@ def split(
         The plan.
 
     Raises:
-        InvalidArgumentError: A budget is no number above 0, or counts don't fit the model.
+        InvalidArgumentError: A budget is no number from 0 on, or counts don't fit the model.
     """
-    if not budgets_gb:
-        raise InvalidArgumentError("budgets_gb: got none, expected the memory of one GPU at least")
-    for budget in budgets_gb:
-        check_number("budgets_gb", budget)
-        if not 0 <= budget < 2**20:
-            raise InvalidArgumentError(f"budgets_gb: got {budget}, expected GB from 0 on")
+    budgets_gb = check_budgets(budgets_gb)
     check_whole("context_bytes", context_bytes, 0, 2**50)
     check_whole("least", least, 1, 2**24)
     if n_ctx is not None:
@@ -91,9 +120,9 @@ def split(
     budgets = [int(budget * 2**30) for budget in budgets_gb]
     devices = _engine.plan(
         model,
-        counts,
+        [np.asarray(layer, np.uint64) for layer in counts],
         budgets,
-        n_ctx=n_ctx or n_ctx_train,
+        n_ctx=n_ctx or min(n_ctx_train, MOST_CACHED),
         kv_type=kv_type,
         context_bytes=context_bytes,
         least=least,

@@ -52,6 +52,9 @@ def main() -> NoReturn:
     except (PowerInferError, OSError, UnicodeDecodeError) as error:
         if options.debug:
             raise
-        print(f"powerinfer: error: {error}", file=sys.stderr)
+        told = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            told = f"{error.filename}: {error.strerror}"
+        print(f"powerinfer: error: {told}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0)

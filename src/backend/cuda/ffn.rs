@@ -284,12 +284,19 @@ impl DeviceFfn {
         (gpu.hidden, gpu.scores) = (hidden, scores);
         gpu.put(|gpu| {
             let list = gpu.list.address();
+            let (scores, n_ff) = (gpu.scores.address(), gpu.shape.n_ff);
+            // What neurons come to has no use for its room yet.
+            let calls = if step.n_tokens > 1 { gpu.h.address() } else { 0 };
+            if calls != 0 {
+                gpu.kernels.count_calls(scores, step.n_tokens, n_ff, step.threshold, calls)?;
+            }
             let (cold_list, n_cold_listed, on) = gpu.mailbox.list_addresses();
             gpu.kernels.select(
-                gpu.scores.address(),
+                scores,
                 step.n_tokens,
-                gpu.shape.n_ff,
+                n_ff,
                 step.threshold,
+                calls,
                 (self.ids.address(), self.n_hot),
                 (list + 4, list),
                 (self.cold.address(), self.cold_on_host.len()),

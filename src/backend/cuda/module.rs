@@ -100,6 +100,7 @@ pub struct Kernels {
     add: Function,
     relu: Function,
     take_rows: Function,
+    count_calls: Function,
     select: Function,
     combine: Function,
     store: Function,
@@ -143,7 +144,7 @@ impl Kernels {
         };
         let named = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
         let mut rows = load(ROWS, named(&["quantize", "normalize", "rope", "add", "relu", "take_rows"]))?;
-        let mut ffn = load(FFN, named(&["select", "combine"]))?;
+        let mut ffn = load(FFN, named(&["count_calls", "select", "combine"]))?;
         let mut attention = load(ATTENTION, named(&["store", "attend", "attended"]))?;
         let mut handover = load(HANDOVER, named(&["hand_over", "await", "take_over"]))?;
         let mut by_form = [const { None }; Form::ALL.len()];
@@ -167,6 +168,7 @@ impl Kernels {
             add: next(&mut rows),
             relu: next(&mut rows),
             take_rows: next(&mut rows),
+            count_calls: next(&mut ffn),
             select: next(&mut ffn),
             combine: next(&mut ffn),
             store: next(&mut attention),
@@ -262,13 +264,27 @@ impl Kernels {
         launch!(self, function, grid, BLOCK, 0, w.address, w.bias, x, out, n_rows, n_cols, n_tokens)
     }
 
-    /// Lists the neurons called on: this device's `hot` and the host's `cold`, which may be none.
+    /// How many tokens call on each of `n_ff` neurons, into `calls`.
+    pub fn count_calls(
+        &self,
+        scores: u64,
+        n_tokens: usize,
+        n_ff: usize,
+        threshold: f32,
+        calls: u64,
+    ) -> Result<()> {
+        let (grid, n_tokens, n_ff) = ((n_ff.div_ceil(BLOCK), 1, 1), n_tokens as i32, n_ff as i32);
+        launch!(self, self.count_calls, grid, BLOCK, 0, scores, n_tokens, n_ff, threshold, calls)
+    }
+
+    /// Lists the neurons called on, by `calls` where that isn't 0: this device's `hot` and the host's `cold`, which may be none.
     pub fn select(
         &self,
         scores: u64,
         n_tokens: usize,
         n_ff: usize,
         threshold: f32,
+        calls: u64,
         hot: (u64, usize),
         list: (u64, u64),
         cold: (u64, usize),
@@ -288,6 +304,7 @@ impl Kernels {
             n_tokens,
             n_ff,
             threshold,
+            calls,
             hot.0,
             n_hot,
             list.0,

@@ -18,11 +18,20 @@ __device__ __forceinline__ int place_in_block(bool is_on, u32 *shared, int *all)
     return before;
 }
 
-// The neurons whose score reaches `threshold` for some token, in order. Block 0 lists this device's, as places in `hot`;
+// How many tokens call on each neuron.
+KERNEL(count_calls, const float *scores, int n_tokens, int n_ff, float threshold, u32 *calls) {
+    int id = blockIdx.x * blockDim.x + threadIdx.x;
+    if (id >= n_ff) return;
+    u32 n = 0;
+    for (int t = 0; t < n_tokens; t++) n += scores[(u64)t * n_ff + id] >= threshold;
+    calls[id] = n;
+}
+
+// The neurons that `calls` says some token calls on, or (null) the only token's score, in order. Block 0 lists this device's, as places in `hot`;
 // block 1 the host's, as neurons, with `on`, (n_tokens, listed), which token needs which, unless it is null. `selected`
 // counts pairs.
-KERNEL(select, const float *scores, int n_tokens, int n_ff, float threshold, const u32 *hot, int n_hot, u32 *list,
-       u32 *n_listed, const u32 *cold, int n_cold, u32 *cold_list, u32 *n_cold_listed, u8 *on, u64 *selected) {
+KERNEL(select, const float *scores, int n_tokens, int n_ff, float threshold, const u32 *calls, const u32 *hot,
+       int n_hot, u32 *list, u32 *n_listed, const u32 *cold, int n_cold, u32 *cold_list, u32 *n_cold_listed, u8 *on, u64 *selected) {
     __shared__ u32 shared[8];
     bool is_hot = blockIdx.x == 0;
     const u32 *ids = is_hot ? hot : cold;
@@ -31,8 +40,7 @@ KERNEL(select, const float *scores, int n_tokens, int n_ff, float threshold, con
     for (int base = 0; base < n; base += blockDim.x) {
         int i = base + threadIdx.x;
         u32 id = i < n ? ids[i] : 0;
-        int n_on = 0;
-        for (int t = 0; i < n && t < n_tokens; t++) n_on += scores[(u64)t * n_ff + id] >= threshold;
+        int n_on = i >= n ? 0 : calls ? (int)calls[id] : scores[id] >= threshold;
         int all, at = listed + place_in_block(n_on > 0, shared, &all);
         if (n_on && is_hot) list[at] = i;
         if (n_on && !is_hot) cold_list[at] = id;

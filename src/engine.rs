@@ -21,7 +21,7 @@ use crate::model::schedule::{self, Pass, Schedule};
 use crate::model::{BATCH, Config, Model, Options, Progress};
 use crate::quant::DType;
 use crate::sparse::ffn::Down;
-use crate::sparse::placement::{DevicePlan, place, place_given};
+use crate::sparse::placement::{DevicePlan, add_contexts, place, place_given};
 use crate::sparse::{Counts, Sparsity};
 use crate::{Error, Result};
 
@@ -487,11 +487,13 @@ fn plan(
     // Where nobody knows what fires, all neurons are alike.
     let alike = || vec![vec![1; c.n_ff]; c.n_layers];
     let counts = options.neuron_counts.clone().unwrap_or_else(alike);
-    let demand = demand(gguf, usage, first.context, counts)?;
-    let budgets: Vec<u64> = options.gpus.iter().map(|gpu| gpu.budget).collect();
-    if let Some(hot) = &options.hot_neurons {
-        return place_given(&demand, &budgets, hot);
-    }
+    let demand = demand(gguf, usage, counts)?;
+    let budgets: Vec<u64> = options.gpus.iter().map(|gpu| gpu.budget.saturating_sub(gpu.context)).collect();
     let least = if is_whole { c.n_ff } else { first.least };
-    place(&demand, &budgets, least)
+    let mut plans = match &options.hot_neurons {
+        Some(hot) => place_given(&demand, &budgets, hot)?,
+        None => place(&demand, &budgets, least)?,
+    };
+    add_contexts(&mut plans, options.gpus.iter().map(|gpu| gpu.context));
+    Ok(plans)
 }

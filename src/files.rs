@@ -20,6 +20,13 @@ impl WholeFile {
         let Some(name) = path.file_name() else {
             return Err(Error::argument("path", path.display(), "the name of a file to write"));
         };
+        if std::fs::metadata(path).is_ok_and(|there| !there.is_file()) {
+            return Err(Error::argument(
+                "path",
+                format!("{}, no regular file", path.display()),
+                "a file to write",
+            ));
+        }
         let mut partial = name.to_owned();
         // Other processes and other threads may be writing the same file.
         partial.push(format!(".{}-{}.partial", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));

@@ -57,7 +57,7 @@ def shape(model: str | os.PathLike[str]) -> tuple[int, int, int]:
     keys = _engine.inspect(model)["metadata"]
     arch = keys.get("general.architecture")
     numbers = [keys.get(f"{arch}.{name}") for name in ("block_count", "feed_forward_length", "context_length")]
-    n_layers, n_ff, n_ctx = (n if isinstance(n, int) else 0 for n in numbers)
+    n_layers, n_ff, n_ctx = (n if isinstance(n, int) and n > 0 else 0 for n in numbers)
     if not n_layers or not n_ff:
         raise ModelFormatError(
             f"{model}: key {arch}.block_count: got {numbers[0]}, and {numbers[1]} for feed_forward_length, "
@@ -93,6 +93,20 @@ def _budgets(vram_budget: object) -> list[float]:
     if vram_budget is None:
         return []
     return list(vram_budget) if isinstance(vram_budget, (list, tuple)) else [vram_budget]  # type: ignore[list-item]
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Refuse to write a split where something else is: a model, say."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise InvalidArgumentError(f"output: {path.parent} is no folder")
+    if path.is_file():
+        with path.open("rb") as file:
+            start = file.read(256)
+        if start and b"generic.gpu_index" not in start:
+            raise InvalidArgumentError(f"output: {path} is there and is no GPU index; it stays as it is")
+    elif path.exists():
+        raise InvalidArgumentError(f"output: {path} is there and is no file")
 
 
 def check_used(use: Use, info: _engine.Info, device: str) -> None:
@@ -219,6 +233,7 @@ def _with_split(
         return Use(use.gpus, None, cached["hot"], use.context)
     hot = [neurons for plan in plans for neurons in plan["hot"]]
     if folder.is_dir() and len(hot) == n_layers:
+        check_replaceable(path)
         try:
             _engine.write_gpu_index(path, hot, n_ff, fits)
             _log.info("%s written, by the counts in %s", path, folder)

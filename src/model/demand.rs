@@ -101,9 +101,8 @@ fn neuron_bytes(gguf: &Gguf, config: &Config, mode: Sparsity) -> Vec<u64> {
     bytes
 }
 
-/// The bytes of each part of `gguf` on a device whose own context takes `context` bytes. `counts` says how often each neuron
-/// of each layer fired.
-pub fn demand(gguf: &Gguf, usage: &Usage, context: u64, counts: Vec<Vec<u64>>) -> Result<Demand> {
+/// The bytes of each part of `gguf` on a device. `counts` says how often each neuron of each layer fired.
+pub fn demand(gguf: &Gguf, usage: &Usage, counts: Vec<Vec<u64>>) -> Result<Demand> {
     let mode = usage.mode;
     let config = Keys::new(gguf)?.config(None)?;
     if counts.len() != config.n_layers {
@@ -124,7 +123,7 @@ pub fn demand(gguf: &Gguf, usage: &Usage, context: u64, counts: Vec<Vec<u64>>) -
     let cache = cache_bytes(&kv, shape.n_cached) as u64;
     let neurons = neuron_bytes(gguf, &config, mode);
     let empty = |(counts, neuron)| LayerDemand { attention: 0, cache, predictor: 0, neuron, counts };
-    let overhead = context + shape.bytes(config.n_layers);
+    let overhead = shape.bytes(config.n_layers);
     let mut demand =
         Demand { layers: counts.into_iter().zip(neurons).map(empty).collect(), head: 0, overhead };
     let is_tied = gguf.tensor("output.weight").is_none();

@@ -1,5 +1,6 @@
 //! `_engine.Engine`: the Rust engine behind a lock.
 
+use std::mem::ManuallyDrop;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -26,7 +27,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(20);
 
 #[pyclass(frozen, module = "powerinfer_rs._engine")]
 pub struct Engine {
-    inner: Mutex<engine::Engine>,
+    /// Not dropped after a fork where GPUs are in it: the driver's handles are the parent's.
+    inner: ManuallyDrop<Mutex<engine::Engine>>,
     /// The thread that holds `inner`.
     owner: Mutex<Option<ThreadId>>,
     /// Told when there is no owner any more.
@@ -70,11 +72,15 @@ impl Engine {
         signal.map_or(result, Err)
     }
 
+    fn is_forked(&self) -> bool {
+        std::process::id() != self.process
+    }
+
     /// Waits for the engine, and looks for signals meanwhile. Python code that runs while this thread holds it, a signal
     /// handler, must not ask again.
     fn hold(&self, signal: &mut Option<PyErr>) -> Result<Held<'_>> {
-        let is_forked = std::process::id() != self.process;
-        if is_forked && self.info.threads > 1 {
+        let is_forked = self.is_forked();
+        if is_forked && (self.info.threads > 1 || !self.info.gpus.is_empty()) {
             return Err(forked("the engine was made before this process was forked"));
         }
         let me = std::thread::current().id();
@@ -109,6 +115,16 @@ impl Engine {
             held.engine.free(sequence);
         }
         Ok(held)
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.is_forked() && !self.info.gpus.is_empty() {
+            return;
+        }
+        // SAFETY: dropped once, and nobody uses it any more.
+        unsafe { ManuallyDrop::drop(&mut self.inner) };
     }
 }
 
@@ -185,7 +201,7 @@ impl Engine {
         Ok(Self {
             gguf: inner.gguf().clone(),
             info: inner.info(),
-            inner: Mutex::new(inner),
+            inner: ManuallyDrop::new(Mutex::new(inner)),
             owner: Mutex::new(None),
             freed: Condvar::new(),
             process: std::process::id(),
@@ -275,6 +291,9 @@ impl Engine {
     fn free(&self, sequence: u64) {
         lock(&self.to_free).push(sequence);
         // At once where nobody is at work; otherwise the next to hold the engine does it.
+        if self.is_forked() && !self.info.gpus.is_empty() {
+            return;
+        }
         if let Ok(mut engine) = self.inner.try_lock() {
             lock(&self.to_free).drain(..).for_each(|sequence| engine.free(sequence));
         }

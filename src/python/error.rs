@@ -99,6 +99,11 @@ pub fn enter<T: Send>(py: Python<'_>, work: impl FnOnce() -> crate::Result<T> + 
         Err(panic) => {
             let said = panic.downcast_ref::<String>().map(String::as_str);
             let said = said.or(panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+            // The binding looks for the driver's functions as they are called.
+            if said.starts_with("Missing symbol cu") {
+                let reason = format!("the NVIDIA driver (libcuda.so) is too old or none: {said}");
+                return Err(to_python(py, Error::device("cuda", reason)));
+            }
             Err(InternalError::new_err(format!("internal error, please report it: {said}")))
         }
     }

@@ -13,7 +13,7 @@ use crate::model::BATCH;
 use crate::model::demand::{Usage, demand};
 use crate::sparse::Sparsity;
 use crate::sparse::gpu_index::GpuIndex;
-use crate::sparse::placement::{DevicePlan, place};
+use crate::sparse::placement::{DevicePlan, add_contexts, place};
 
 use super::engine::parse_kv_type;
 use super::error::enter;
@@ -90,12 +90,15 @@ pub fn plan<'py>(
             mode: mode_of(&gguf),
             feeds: true,
         };
-        let demand = demand(&gguf, &usage, context_bytes, counts)?;
+        let demand = demand(&gguf, &usage, counts)?;
+        let left: Vec<u64> = budgets.iter().map(|budget| budget.saturating_sub(context_bytes)).collect();
+        let mut plans = place(&demand, &left, least)?;
+        add_contexts(&mut plans, budgets.iter().map(|_| context_bytes));
         let with_coverage = |plan: DevicePlan| {
             let coverage = plan.coverage(&demand);
             (plan, coverage)
         };
-        Ok(place(&demand, &budgets, least)?.into_iter().map(with_coverage).collect())
+        Ok(plans.into_iter().map(with_coverage).collect())
     })?;
     let dicts: Vec<_> = plans
         .into_iter()

@@ -9,6 +9,8 @@ use crate::quant::DType;
 use crate::{Error, Result};
 
 const ARCHITECTURE: &str = "generic.gpu_index";
+/// More than any model has in a layer.
+const MOST_NEURONS: usize = 1 << 24;
 const ARCHITECTURE_KEY: &str = "general.architecture";
 const BLOCK_COUNT_KEY: &str = "generic.gpu_index.block_count";
 const CAPACITY_KEY: &str = "split.vram_capacity";
@@ -48,6 +50,13 @@ impl GpuIndex {
 
     /// Writes the file at `path`, with the tensors and keys of the original's writer in its order.
     pub fn write(&self, path: &Path) -> Result<()> {
+        if self.n_ff > MOST_NEURONS {
+            return Err(Error::argument(
+                "n_ff",
+                self.n_ff,
+                format!("neurons of a layer, up to {MOST_NEURONS}"),
+            ));
+        }
         let is_sound = |hot: &Vec<u32>| {
             hot.is_sorted_by(|a, b| a < b) && hot.last().is_none_or(|n| (*n as usize) < self.n_ff)
         };

@@ -68,7 +68,7 @@ pub struct DevicePlan {
     /// Of each of its layers, the neurons on it, ascending.
     pub hot: Vec<Vec<u32>>,
     pub bytes: Bytes,
-    /// The bytes from which it would have a layer; 0 where no layer is its own.
+    /// The bytes from which it would have a layer.
     pub least: u64,
 }
 
@@ -100,6 +100,16 @@ pub fn place(demand: &Demand, budgets: &[u64], least: usize) -> Result<Vec<Devic
         plans.push(place_on_one(demand, layers, has_head, budgets[i], least));
     }
     Ok(plans)
+}
+
+/// Counts what devices' own contexts take, which they were planned without: `contexts` in bytes.
+pub fn add_contexts(plans: &mut [DevicePlan], contexts: impl IntoIterator<Item = u64>) {
+    for (plan, context) in plans.iter_mut().zip(contexts) {
+        plan.least = plan.least.saturating_add(context);
+        if plan.n_attention > 0 {
+            plan.bytes.overhead += context;
+        }
+    }
 }
 
 /// As [`place`], with the neurons of each layer given, ascending: a layer has those that still fit, or the first so many.
@@ -158,9 +168,11 @@ fn place_on_one(
     let own = &demand.layers[layers.clone()];
     let mut plan = DevicePlan { hot: vec![Vec::new(); own.len()], layers, ..DevicePlan::default() };
     let mut left = budget;
-    let Some(first) = own.first() else { return plan };
-    plan.least = demand.overhead + first.attention + first.cache + first.predictor;
-    if !take(&mut left, demand.overhead) {
+    let Some(first) = own.first().or(demand.layers.first()) else { return plan };
+    plan.least = [demand.overhead, first.attention, first.cache, first.predictor]
+        .into_iter()
+        .fold(0, u64::saturating_add);
+    if own.is_empty() || !take(&mut left, demand.overhead) {
         return plan;
     }
     for layer in own {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -166,3 +168,40 @@ def test_measures(emulator):
     emulator.memory(1 << 20)
     with pytest.raises(DeviceError, match="out of memory"):
         _engine.measure_gpu(0, 1 << 22)
+
+
+FORKED = """
+import os, signal, sys
+from powerinfer_rs import DeviceError, Engine
+engine = Engine(sys.argv[1], device="cuda:0", threads=1, gpu_index="off")
+engine.generate("hello", max_tokens=2)
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+signal.alarm(20)
+try:
+    engine.generate("hello", max_tokens=2)
+except DeviceError:
+    del engine
+    sys.exit(7)
+"""
+
+
+def test_a_forked_process_is_told_so(tiny):
+    done = subprocess.run([sys.executable, "-c", FORKED, tiny("llama-f16")], timeout=100)
+    assert done.returncode == 7
+
+
+def test_a_driver_without_its_functions(tmp_path, tiny):
+    """A library of that name that lacks what is called: no GPU, and the processor where that will do."""
+    (tmp_path / "empty.c").write_text("int x;")
+    subprocess.run(["gcc", "-shared", "-fPIC", tmp_path / "empty.c", "-o", tmp_path / "libcuda.so"], check=True)
+    model = ["-m", tiny("llama-f16"), "-p", "hello", "-n", "2"]
+    for device, code in (("auto", 0), ("cuda:0", 1)):
+        done = subprocess.run(
+            [sys.executable, "-m", "powerinfer_rs", "generate", *model, "--device", device],
+            env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == code, done.stderr
+        assert "libcuda.so) is too old or none" in done.stderr

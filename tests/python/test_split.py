@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from powerinfer_rs import Engine, InvalidArgumentError, ModelFormatError, _engine
+from powerinfer_rs import Engine, InvalidArgumentError, ModelFormatError, ModelNotFoundError, _engine
 from powerinfer_rs.workshop import load_counts, profile, split
 
 from .conftest import DATA, ROOT, run_cli
@@ -348,3 +349,64 @@ def test_what_can_not_be_is_said_before_a_model_runs(tiny, tmp_path):
         assert expected in done.stderr.decode().replace("\n", " "), done.stderr
     assert model.read_bytes() == before
     assert list(tmp_path.iterdir()) == [model]
+
+
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"])
+def test_counts_of_every_type(tmp_path, dtype):
+    np.savez(tmp_path / "counts.npz", **{f"activation_{i}": np.arange(8, dtype=dtype) for i in range(2)})
+    assert [c.tolist() for c in load_counts(tmp_path / "counts.npz", 2, 8)] == [list(range(8))] * 2
+
+
+def test_tiny_fractions_keep_their_order(tmp_path):
+    np.savez(tmp_path / "counts.npz", activation_0=np.array([0, 5e-324]))
+    assert load_counts(tmp_path / "counts.npz", 1, 2)[0].tolist() == [0, 2**32]
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        b"\x80\x02})" + b"2\x86" * 40 + b"Ns.",
+        b"\x80\x02)" + b"q\x01h\x01\x86" * 60 + b".",
+        b"\x80\x05\x96" + struct.pack("<Q", 2**31) + b".",
+        HEAD
+        + b"LongStorage\nq\x02X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x03tQK\x00)"
+        + b"q\x09h\x09\x86" * 40
+        + b"\x85K\x01\x85\x89tR.",
+    ],
+    ids=["a tuple as a key", "a long tuple", "bytes that aren't there", "a deep shape"],
+)
+def test_a_short_pickle_stands_for_no_long_time(tmp_path, described):
+    write_pt(tmp_path / "activation_0.pt", np.arange(3), described=described)
+    with pytest.raises(ModelFormatError) as caught:
+        load_counts(tmp_path, 1, 3)
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "activation_0.pt")
+    with pytest.raises(ModelFormatError, match="no regular file"):
+        load_counts(tmp_path, 1, 3)
+    with pytest.raises(ModelFormatError, match="no regular file"):
+        load_counts(os.devnull, 1, 3)
+    with pytest.raises(ModelNotFoundError):
+        load_counts(tmp_path / "nothing", 1, 3)
+    with pytest.raises(InvalidArgumentError, match="no regular file"):
+        _engine.write_gpu_index(tmp_path / "activation_0.pt", [np.arange(2, dtype=np.uint32)], 3, 1)
+    with pytest.raises(InvalidArgumentError, match="n_ff"):
+        _engine.write_gpu_index(tmp_path / "new", [np.arange(2, dtype=np.uint32)], 2**33, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["activation_0.pt"]
+
+
+def test_damaged_archives_are_refused_or_read(tmp_path):
+    """Packed or not, whatever byte is another."""
+    rng = np.random.default_rng(11)
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "counts.npz", **{f"activation_{i}": np.arange(64, dtype="i4") for i in range(2)})
+        sound = (tmp_path / "counts.npz").read_bytes()
+        for _ in range(300):
+            broken = bytearray(sound)
+            for at in rng.integers(0, len(sound), rng.integers(1, 4)):
+                broken[at] = rng.integers(0, 256)
+            (tmp_path / "broken.npz").write_bytes(broken)
+            with contextlib.suppress(ModelFormatError):
+                load_counts(tmp_path / "broken.npz", 2, 64)

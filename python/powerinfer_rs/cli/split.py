@@ -12,11 +12,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .._engine import InvalidArgumentError
-from ..gpus import gpu_index_path, shape
+from ..gpus import check_replaceable, gpu_index_path, shape
 from ..models import resolve
 from ..workshop import Split, load_counts, profile
 from ..workshop import split as make_split
-from ..workshop.splits import check_budgets, check_replaceable
+from ..workshop.splits import check_budgets
 from . import options
 
 _PARTS = ("overhead", "attention", "cache", "predictors", "head", "neurons")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,7 @@ from .. import _engine
 from .._engine import InvalidArgumentError
 from ..activations import Counts
 from ..arguments import check_number, check_whole
-from ..gpus import CONTEXT_BYTES, LEAST, MOST_CACHED, shape
+from ..gpus import CONTEXT_BYTES, LEAST, MOST_CACHED, check_replaceable, shape
 
 if TYPE_CHECKING:
     from .._engine import DevicePlan
@@ -66,20 +65,6 @@ def check_budgets(budgets_gb: float | Sequence[float]) -> list[float]:
         if not 0 <= budget < 2**20:
             raise InvalidArgumentError(f"budgets_gb: got {budget}, expected GB from 0 to 2^20")
     return budgets
-
-
-def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Refuse to write where there is something else than a split: a model, say."""
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise InvalidArgumentError(f"output: {path.parent} is no folder")
-    if path.is_file():
-        with path.open("rb") as file:
-            start = file.read(256)
-        if start and b"generic.gpu_index" not in start:
-            raise InvalidArgumentError(f"output: {path} is there and is no GPU index; it stays as it is")
-    elif path.exists():
-        raise InvalidArgumentError(f"output: {path} is there and is no file")
 
 
 def split(

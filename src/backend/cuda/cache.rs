@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::Result;
-use crate::backend::KvShape;
+use crate::backend::{FULL_BLOCKS, KvShape};
 
 use super::launch::{Memory, Pinned, Stream};
 
@@ -50,7 +50,9 @@ pub struct Pool {
 
 /// Bytes of a cache of `n_blocks` blocks.
 pub fn cache_bytes(shape: &KvShape, n_blocks: usize) -> usize {
-    (0..n_blocks).map(|i| shape.block_bytes(i).next_multiple_of(ALIGN)).sum()
+    let bytes = |i: usize| shape.block_bytes(i).next_multiple_of(ALIGN);
+    let full: usize = (0..n_blocks.min(FULL_BLOCKS)).map(bytes).sum();
+    n_blocks.saturating_sub(FULL_BLOCKS).saturating_mul(bytes(FULL_BLOCKS)).saturating_add(full)
 }
 
 impl Pool {

@@ -54,6 +54,10 @@ impl Stream {
         if !has_driver() {
             return Err(Error::gpu(number, "no NVIDIA driver (libcuda.so) on this machine"));
         }
+        let n = device_count()?;
+        if number >= n {
+            return Err(Error::gpu(number, format_args!("this machine has {n}, counted from 0")));
+        }
         let context = CudaContext::new(number).map_err(failed(number, "opening the device"))?;
         // SAFETY: nothing has been allocated yet; this module orders streams itself.
         unsafe { context.disable_event_tracking() };

@@ -155,3 +155,25 @@ def test_tiles_have_the_bits_of_single_tokens(synthesize, kind):
     tokens = np.random.default_rng(9).integers(0, 384, 20).astype(np.uint32)
     engine = _engine.Engine(path, threads=1, n_ctx=32, gpus=devices(1))
     assert np.array_equal(run(engine, tokens, 19), run(engine, tokens, 1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_planned_splits(tiny, name):
+    """What the planner makes of counts and of memory for a third and two thirds of the neurons, on one GPU and two."""
+    path, kind = tiny(name), name.split("-")[1].upper()
+    n_layers, n_ff = neurons(path)
+    counts = [np.random.default_rng(i).zipf(1.5, n_ff).clip(0, 10**6).astype(np.uint64) for i in range(n_layers)]
+    tokens = np.load(DATA / "tiny" / f"{name}.npz")["tokens"].astype(np.uint32)[:16]
+    want = run(_engine.Engine(path, threads=1, n_ctx=64), tokens, 12)
+    options = {"threads": 1, "n_ctx": 64, "neuron_counts": counts, "feed_from": 5}
+    for n_devices in (1, 2):
+        whole = _engine.Engine(path, gpus=devices(n_devices), **options).info()["gpus"]
+        for share in (1 / 3, 2 / 3):
+            bytes_of = [gpu["plan"]["bytes"] for gpu in whole]
+            budgets = [int(sum(b.values()) - (1 - share) * b["neurons"]) for b in bytes_of]
+            gpus = [(n, budget, 0, 1) for (n, *_), budget in zip(devices(n_devices), budgets, strict=True)]
+            engine = _engine.Engine(path, gpus=gpus, **options)
+            n_hot = sum(len(hot) for gpu in engine.info()["gpus"] for hot in gpu["plan"]["hot"])
+            assert 0 < n_hot < n_layers * n_ff, (n_devices, share)
+            got = run(engine, tokens, 12)
+            assert np.abs(got - want).max() < CLOSE[kind] * want.std(), (n_devices, share)

@@ -23,7 +23,8 @@ CONTEXT_BYTES = 512 << 20
 #: The fewest neurons of a layer that are worth handing over to a GPU.
 LEAST = 64
 #: Of a GPU's free memory, what is left to others where nobody sets a budget: so many bytes, or this share.
-_RESERVE_BYTES, _RESERVE_SHARE = 256 << 20, 0.02
+#: The driver rounds large allocations up to 2 MB and keeps the kernels' code: some hundred MB.
+_RESERVE_BYTES, _RESERVE_SHARE = 768 << 20, 0.02
 #: Positions whose cache GPUs have room for where nobody says how long texts get; the rest lies in the host's memory.
 MOST_CACHED = 8192
 #: A split made for this share of what fits, or more, is as good as a new one.

@@ -123,8 +123,11 @@ impl Drop for Engine {
         if self.is_forked() && !self.info.gpus.is_empty() {
             return;
         }
-        // SAFETY: dropped once, and nobody uses it any more.
-        unsafe { ManuallyDrop::drop(&mut self.inner) };
+        // SAFETY: taken once, and nobody uses it any more.
+        let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
+        // Memory of a device is given back when all of it is at rest: other engines' steps too, whose host may want the GIL.
+        let mut inner = Some(inner);
+        Python::try_attach(|py| py.detach(|| drop(inner.take())));
     }
 }
 

@@ -95,3 +95,15 @@ def test_every_python_file_says_what_it_is(path):
 
 def test_the_files_are_small_enough_to_carry():
     assert sum(p.stat().st_size for p in (ROOT / "tests" / "data").rglob("*") if p.is_file()) < 8 << 20
+
+
+def test_kernels_and_their_launchers_agree():
+    """What a kernel defines and Rust names alike is one number."""
+    cuda = ROOT / "src" / "backend" / "cuda"
+    kernels = "\n".join(p.read_text() for p in (cuda / "kernels").glob("*.cu*"))
+    defined = dict(re.findall(r"^#define (\w+) (\d+)$", kernels, re.M))
+    rust = "\n".join(p.read_text() for p in [cuda.parent / "mod.rs", *cuda.glob("*.rs")])
+    named = dict(re.findall(r"const (\w+): usize = (\d+);", rust))
+    both = defined.keys() & named.keys()
+    assert {"KV_BLOCK", "SUM_PARTS", "TILE_TOKENS", "TILE_ROWS", "DOWN_TOKENS", "DOWN_COLUMNS"} <= both
+    assert {name: defined[name] for name in both} == {name: named[name] for name in both}

@@ -155,7 +155,11 @@ impl DeviceFfn {
                 gpu.h = h;
                 return;
             }
-            Some(hot) => self.sum_hot(gpu, step, hot, x, is_listed),
+            Some(hot) => {
+                let up = hot.up.weights();
+                let operand = gpu.operand(x, up.n_cols, up.form.is_quantized());
+                self.sum_hot(gpu, step, hot, operand, is_listed)
+            }
             None => (0, 0),
         };
         if let Some(number) = exchange {
@@ -183,11 +187,11 @@ impl DeviceFfn {
         let is_listed = self.select(gpu, step, residual, false);
         let (n_tokens, n_embd) = (step.n_tokens, down.weight.n_cols());
         out.resize(x.len());
-        let parts = self.hot.as_ref().map_or((0, 0), |hot| self.sum_hot(gpu, step, hot, x, is_listed));
-        let bias = address(&self.down_bias);
-        gpu.put(|gpu| gpu.kernels.combine(parts, bias, 0, out.address(), n_embd, n_tokens));
         let layout = PieceLayout::of(source.gate, source.up, down);
         let operand = gpu.operand(x, n_embd, layout.form.is_quantized());
+        let parts = self.hot.as_ref().map_or((0, 0), |hot| self.sum_hot(gpu, step, hot, operand, is_listed));
+        let bias = address(&self.down_bias);
+        gpu.put(|gpu| gpu.kernels.combine(parts, bias, 0, out.address(), n_embd, n_tokens));
         let each = layout.n_neurons(feed.n_bytes());
         for start in (0..self.cold_on_host.len()).step_by(each) {
             let ids = &self.cold_on_host[start..][..each.min(self.cold_on_host.len() - start)];
@@ -210,11 +214,17 @@ impl DeviceFfn {
         Ok(())
     }
 
-    fn sum_hot(&self, gpu: &mut Gpu, step: FfnStep, hot: &Hot, x: &Buffer, is_listed: bool) -> (u64, usize) {
+    fn sum_hot(
+        &self,
+        gpu: &mut Gpu,
+        step: FfnStep,
+        hot: &Hot,
+        operand: Rows,
+        is_listed: bool,
+    ) -> (u64, usize) {
         let Down::Neurons(down) = &hot.down else { unreachable!("a sum of neurons") };
         let gate = hot.gate.as_ref().map(DeviceLinear::weights);
         let rows = Rowwise { gate, up: hot.up.weights(), down: down.weights() };
-        let operand = gpu.operand(x, rows.up.n_cols, rows.up.form.is_quantized());
         let neurons = self.neurons(gpu, step, is_listed);
         self.sum(gpu, step, rows, operand, neurons)
     }

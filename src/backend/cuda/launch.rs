@@ -35,7 +35,12 @@ pub fn has_driver() -> bool {
 
 /// How many devices the driver knows.
 pub fn device_count() -> Result<usize> {
-    CudaContext::device_count().map(|n| n.max(0) as usize).map_err(failed(0, "starting the driver"))
+    match CudaContext::device_count() {
+        Ok(n) => Ok(n.max(0) as usize),
+        // A driver without a device, or with all of them hidden.
+        Err(DriverError(sys::cudaError_enum::CUDA_ERROR_NO_DEVICE)) => Ok(0),
+        Err(e) => Err(failed(0, "starting the driver")(e)),
+    }
 }
 
 /// A device's context and the stream that all its work goes through.

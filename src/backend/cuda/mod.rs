@@ -34,12 +34,16 @@ pub struct Device {
     pub free: u64,
 }
 
-/// The devices there are; none where there is no driver.
+/// The devices that can be used; none where there is no driver. One that can't is no reason to leave others alone.
 pub fn devices() -> Result<Vec<Device>> {
     if !launch::has_driver() {
         return Ok(Vec::new());
     }
-    (0..launch::device_count()?).map(device).collect()
+    let asked: Vec<Result<Device>> = (0..launch::device_count()?).map(device).collect();
+    if asked.iter().any(Result::is_ok) {
+        return Ok(asked.into_iter().flatten().collect());
+    }
+    asked.into_iter().collect()
 }
 
 /// Device `number`; an error where there is none.

@@ -24,7 +24,8 @@ const DOWN_BLOCK: usize = 64;
 const TILE_TOKENS: usize = 32;
 const TILE_ROWS: usize = 64;
 const MANY: usize = 16;
-/// Columns of a tile of `down`.
+/// Tokens and columns of a tile of `down`.
+const DOWN_TOKENS: usize = 32;
 const DOWN_COLUMNS: usize = 128;
 /// Blocks that copy to and from the host.
 const COPY_BLOCKS: usize = 64;
@@ -346,7 +347,7 @@ impl Kernels {
         let blocks = w.n_cols.div_ceil(w.form.columns_a_thread()).div_ceil(DOWN_BLOCK);
         let (kind, grid, block) = match (n_tokens, n_parts) {
             (1, _) => (0, (blocks, n_parts, 1), DOWN_BLOCK),
-            (_, 1) => (2, (n_tokens.div_ceil(TILE_TOKENS), w.n_cols.div_ceil(DOWN_COLUMNS), 1), BLOCK),
+            (_, 1) => (2, (n_tokens.div_ceil(DOWN_TOKENS), w.n_cols.div_ceil(DOWN_COLUMNS), 1), BLOCK),
             _ => (1, (blocks, n_parts, n_tokens.div_ceil(2)), DOWN_BLOCK),
         };
         let function = self.of(w.form).down[kind];

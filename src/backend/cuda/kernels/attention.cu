@@ -2,7 +2,7 @@
 // lane has a token; its values row by row, so that a lane has a column.
 #include "common.cuh"
 
-#define BLOCK 32
+#define KV_BLOCK 32
 enum { KV_F32, KV_F16, KV_Q8_0 };
 
 // Where a batch's tokens stand, and what their blocks hold.
@@ -22,27 +22,27 @@ __device__ __forceinline__ u32 row_bytes(int type, int n) {
 // A head's keys or values of `layer` in block number `b` of token `t`.
 __device__ __forceinline__ u8 *part_of(const Cache &cache, int t, int b, int layer, int is_value, int head, int *type) {
     *type = b < cache.n_full ? KV_F32 : cache.type;
-    u64 row = ((u64)(layer * 2 + is_value) * cache.n_kv_heads + head) * BLOCK;
+    u64 row = ((u64)(layer * 2 + is_value) * cache.n_kv_heads + head) * KV_BLOCK;
     return (u8 *)cache.blocks[cache.first[t] + b] + row * row_bytes(*type, cache.head_dim);
 }
 
 // Writes the keys and values of each token: a block a token and 32 of its values a warp.
 KERNEL(store, const float *k, const float *v, Cache cache, int layer) {
     int t = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int position = cache.positions[t], slot = position % BLOCK, dim = cache.head_dim;
+    int position = cache.positions[t], slot = position % KV_BLOCK, dim = cache.head_dim;
     int strips = (dim + 31) / 32;
     for (int i = warp; i < 2 * cache.n_kv_heads * strips; i += blockDim.x / WARP) {
         int is_value = i % 2, head = i / 2 / strips, c = i / 2 % strips * 32 + lane, type;
-        u8 *to = part_of(cache, t, position / BLOCK, layer, is_value, head, &type);
+        u8 *to = part_of(cache, t, position / KV_BLOCK, layer, is_value, head, &type);
         const float *from = (is_value ? v : k) + ((u64)t * cache.n_kv_heads + head) * dim;
         float value = c < dim ? from[c] : 0.f;
-        int at = is_value ? slot * dim + c : c * BLOCK + slot;
+        int at = is_value ? slot * dim + c : c * KV_BLOCK + slot;
         if (type == KV_Q8_0) {
             float d = warp_max(fabsf(value)) / 127.f;
             i8 q = (i8)roundf(d == 0 ? 0.f : value * (1.f / d));
             int strip = c / 32;
-            u8 *scale = is_value ? to + (slot * strips + strip) * 34 : to + strip * 34 * BLOCK + 2 * slot;
-            u8 *bytes = is_value ? scale + 2 + lane : to + strip * 34 * BLOCK + 2 * BLOCK + lane * BLOCK + slot;
+            u8 *scale = is_value ? to + (slot * strips + strip) * 34 : to + strip * 34 * KV_BLOCK + 2 * slot;
+            u8 *bytes = is_value ? scale + 2 + lane : to + strip * 34 * KV_BLOCK + 2 * KV_BLOCK + lane * KV_BLOCK + slot;
             if (lane == 0) *(u16 *)scale = float_to_half(d);
             *(i8 *)bytes = q;
         } else if (c < dim) {
@@ -56,14 +56,14 @@ KERNEL(store, const float *k, const float *v, Cache cache, int layer) {
 __device__ __forceinline__ float score(const float *q, const u8 *keys, int type, int dim, int slot) {
     float sum = 0;
     if (type == KV_F32) {
-        for (int d = 0; d < dim; d++) sum += q[d] * ((const float *)keys)[d * BLOCK + slot];
+        for (int d = 0; d < dim; d++) sum += q[d] * ((const float *)keys)[d * KV_BLOCK + slot];
     } else if (type == KV_F16) {
-        for (int d = 0; d < dim; d++) sum += q[d] * half_to_float(((const u16 *)keys)[d * BLOCK + slot]);
+        for (int d = 0; d < dim; d++) sum += q[d] * half_to_float(((const u16 *)keys)[d * KV_BLOCK + slot]);
     } else {
         for (int s = 0; s < dim / 32; s++) {
-            const u8 *strip = keys + s * 34 * BLOCK;
+            const u8 *strip = keys + s * 34 * KV_BLOCK;
             float part = 0;
-            for (int d = 0; d < 32; d++) part += q[s * 32 + d] * ((const i8 *)strip)[2 * BLOCK + d * BLOCK + slot];
+            for (int d = 0; d < 32; d++) part += q[s * 32 + d] * ((const i8 *)strip)[2 * KV_BLOCK + d * KV_BLOCK + slot];
             sum += part * half_at(strip + 2 * slot);
         }
     }
@@ -97,11 +97,11 @@ KERNEL(attend, const float *q, Cache cache, int layer, int n_heads, float scale,
     DYNAMIC_SHARED(shared);
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, dim = cache.head_dim;
     int head = blockIdx.x * (blockDim.x / WARP) + warp, t = blockIdx.y;
-    float *query = shared + warp * (dim + BLOCK), *p = query + dim;
+    float *query = shared + warp * (dim + KV_BLOCK), *p = query + dim;
     for (int d = lane; d < dim; d += WARP) query[d] = q[((u64)t * n_heads + head) * dim + d] * scale;
     __syncwarp();
     int kv_head = head / (n_heads / cache.n_kv_heads), n_keys = cache.positions[t] + 1;
-    int n_blocks = (n_keys + BLOCK - 1) / BLOCK, each = (n_blocks + PARTS - 1) / PARTS;
+    int n_blocks = (n_keys + KV_BLOCK - 1) / KV_BLOCK, each = (n_blocks + PARTS - 1) / PARTS;
     int n_mine = PARTS / gridDim.z, first = blockIdx.z * n_mine;
     float most = -INFINITE, weight = 0, acc[MOST_STRIPS];
     for (int i = 0; i < MOST_STRIPS; i++) acc[i] = 0;
@@ -109,7 +109,7 @@ KERNEL(attend, const float *q, Cache cache, int layer, int n_heads, float scale,
         float part_most = -INFINITE, part_weight = 0, sum[MOST_STRIPS];
         for (int i = 0; i < MOST_STRIPS; i++) sum[i] = 0;
         for (int b = part * each; b < min(n_blocks, (part + 1) * each); b++) {
-            int type, n_valid = min(BLOCK, n_keys - b * BLOCK);
+            int type, n_valid = min(KV_BLOCK, n_keys - b * KV_BLOCK);
             const u8 *keys = part_of(cache, t, b, layer, 0, kv_head, &type);
             const u8 *values = part_of(cache, t, b, layer, 1, kv_head, &type);
             float s = lane < n_valid ? score(query, keys, type, dim, lane) : -INFINITE;

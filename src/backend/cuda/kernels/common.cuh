@@ -72,7 +72,7 @@ struct Q4_1 {
     enum { GROUPS = 1, BYTES = 20, HAS_MIN = 1 };
     static __device__ __forceinline__ void load(const u8 *block, int, Group &w) {
         for (int i = 0; i < 4; i++) {
-            u32 v = word_at(block + 4 + 4 * i);
+            u32 v = *(const u32 *)(block + 4 + 4 * i);
             w.q[i] = v & NIBBLES;
             w.q[i + 4] = v >> 4 & NIBBLES;
         }
@@ -95,7 +95,7 @@ struct Q4_K {
         int scale = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
         int min = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
         for (int i = 0; i < 8; i++) {
-            w.q[i] = word_at(block + 16 + g / 2 * 32 + 4 * i) >> (g % 2 * 4) & NIBBLES;
+            w.q[i] = *(const u32 *)(block + 16 + g / 2 * 32 + 4 * i) >> (g % 2 * 4) & NIBBLES;
         }
         both(w, half_at(block) * scale, -half_at(block + 2) * min);
     }

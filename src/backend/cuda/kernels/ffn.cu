@@ -234,8 +234,9 @@ __device__ __forceinline__ void summed(const u8 *down, Neurons of, const float *
 // Neurons whose rows are in shared memory at a time.
 #define DOWN_NEURONS 32
 
+// A word is left out after every 32, so that threads that write as many each have banks of their own.
 struct DownTile {
-    float w[DOWN_NEURONS][DOWN_COLUMNS], factor[DOWN_NEURONS][DOWN_TOKENS + 1];
+    float w[DOWN_NEURONS][DOWN_COLUMNS + DOWN_COLUMNS / WARP], factor[DOWN_NEURONS][DOWN_TOKENS + 1];
     int places[DOWN_NEURONS];
 };
 
@@ -265,7 +266,7 @@ __device__ __forceinline__ void summed_many(const u8 *down, Neurons of, const fl
             int place = of.list ? of.list[base + neuron] : base + neuron;
             if (c == 0) at_hand.places[neuron] = place;
             if (c0 + c >= n_cols) continue;
-            M::decode(M::row(down, place, n_cols), n_cols, c0 + c, &at_hand.w[neuron][c]);
+            M::decode(M::row(down, place, n_cols), n_cols, c0 + c, &at_hand.w[neuron][c + c / WARP]);
         }
         for (int i = threadIdx.x; i < DOWN_NEURONS * DOWN_TOKENS; i += blockDim.x) {
             int neuron = i % DOWN_NEURONS, token = i / DOWN_NEURONS;
@@ -277,7 +278,7 @@ __device__ __forceinline__ void summed_many(const u8 *down, Neurons of, const fl
             while (at_hand.places[neuron] >= (part + 1) * each) end_part();
 #pragma unroll
             for (int i = 0; i < 16; i++) {
-                float f = at_hand.factor[neuron][own_token + i / 4], v = at_hand.w[neuron][own_column + i % 4 * WARP];
+                float f = at_hand.factor[neuron][own_token + i / 4], v = at_hand.w[neuron][own_column + i % 4 * (WARP + 1)];
                 // What is off adds nothing, whatever its weights are.
                 if (f != 0) acc[i / 4][i % 4] = fmaf(f, v, acc[i / 4][i % 4]);
             }

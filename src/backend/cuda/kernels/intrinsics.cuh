@@ -25,7 +25,7 @@ __device__ __forceinline__ int dot4(int a, int b, int sum) {
 // sums += a · b by a warp's tensor cores, signed bytes: `a` has 8 rows of 16, of which a lane holds four in row lane / 4 from
 // column lane % 4 * 4 on, `b` 8 columns of 16 likewise; a lane's sums are of row lane / 4, columns lane % 4 * 2 and the next.
 __device__ __forceinline__ void multiply_tile(int *sums, int a, int b) {
-    asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+    asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
         : "+r"(sums[0]), "+r"(sums[1])
         : "r"(a), "r"(b));
 }

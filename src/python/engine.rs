@@ -27,7 +27,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(20);
 
 #[pyclass(frozen, module = "powerinfer_rs._engine")]
 pub struct Engine {
-    /// Not dropped after a fork where GPUs are in it: the driver's handles are the parent's.
+    /// Not dropped where `has_foreign_gpus`.
     inner: ManuallyDrop<Mutex<engine::Engine>>,
     /// The thread that holds `inner`.
     owner: Mutex<Option<ThreadId>>,
@@ -76,11 +76,16 @@ impl Engine {
         std::process::id() != self.process
     }
 
+    /// Whether this is another process's, with GPUs in it: the driver's handles are that one's alone.
+    fn has_foreign_gpus(&self) -> bool {
+        self.is_forked() && !self.info.gpus.is_empty()
+    }
+
     /// Waits for the engine, and looks for signals meanwhile. Python code that runs while this thread holds it, a signal
     /// handler, must not ask again.
     fn hold(&self, signal: &mut Option<PyErr>) -> Result<Held<'_>> {
         let is_forked = self.is_forked();
-        if is_forked && (self.info.threads > 1 || !self.info.gpus.is_empty()) {
+        if is_forked && self.info.threads > 1 || self.has_foreign_gpus() {
             return Err(forked("the engine was made before this process was forked"));
         }
         let me = std::thread::current().id();
@@ -120,13 +125,12 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        if self.is_forked() && !self.info.gpus.is_empty() {
+        if self.has_foreign_gpus() {
             return;
         }
         // SAFETY: taken once, and nobody uses it any more.
-        let inner = unsafe { ManuallyDrop::take(&mut self.inner) };
+        let mut inner = Some(unsafe { ManuallyDrop::take(&mut self.inner) });
         // Memory of a device is given back when all of it is at rest: other engines' steps too, whose host may want the GIL.
-        let mut inner = Some(inner);
         Python::try_attach(|py| py.detach(|| drop(inner.take())));
     }
 }
@@ -294,7 +298,7 @@ impl Engine {
     fn free(&self, sequence: u64) {
         lock(&self.to_free).push(sequence);
         // At once where nobody is at work; otherwise the next to hold the engine does it.
-        if self.is_forked() && !self.info.gpus.is_empty() {
+        if self.has_foreign_gpus() {
             return;
         }
         if let Ok(mut engine) = self.inner.try_lock() {

@@ -138,30 +138,20 @@ impl DeviceFfn {
         if let Some(number) = exchange {
             gpu.hand_over(number, x, Some(residual).filter(|_| is_predicted && !is_listed));
         }
-        let parts = match &self.hot {
-            Some(Hot { gate, up, down: Down::Outputs(down) }) => {
+        let mut parts = (0, 0);
+        if let Some(hot) = &self.hot {
+            let up = hot.up.weights();
+            let operand = gpu.operand(x, up.n_cols, up.form.is_quantized());
+            if let Down::Outputs(down) = &hot.down {
                 let neurons = self.neurons(gpu, step, is_listed);
-                let operand = gpu.operand(x, up.weights().n_cols, up.weights().form.is_quantized());
-                self.activate(
-                    gpu,
-                    step,
-                    gate.as_ref().map(DeviceLinear::weights),
-                    up.weights(),
-                    operand,
-                    neurons,
-                );
+                self.activate(gpu, step, hot.gate.as_ref().map(DeviceLinear::weights), up, operand, neurons);
                 let h = std::mem::take(&mut gpu.h);
                 gpu.matmul([down], &h, [out]);
                 gpu.h = h;
                 return;
             }
-            Some(hot) => {
-                let up = hot.up.weights();
-                let operand = gpu.operand(x, up.n_cols, up.form.is_quantized());
-                self.sum_hot(gpu, step, hot, operand, is_listed)
-            }
-            None => (0, 0),
-        };
+            parts = self.sum_hot(gpu, step, hot, operand, is_listed);
+        }
         if let Some(number) = exchange {
             gpu.wait(number);
         }

@@ -1,6 +1,6 @@
 """The native module: the Rust engine, without tokenizer or sampling. `powerinfer_rs.Engine` is the one to use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Literal, TypedDict, final, type_check_only
 
@@ -17,7 +17,9 @@ __all__ = [
     "ModelFormatError",
     "ModelNotFoundError",
     "PowerInferError",
+    "Reader",
     "UnsupportedModelError",
+    "Writer",
     "decode_tensor",
     "gpus",
     "inspect",
@@ -324,3 +326,66 @@ def streaming_read(threads: int | None = None, n_bytes: int = 536870912, repeats
 
 def instruction_sets() -> list[str]:
     """The instruction sets that this processor has kernels for, the fastest last."""
+
+@final
+class Reader:
+    """A GGUF file, or all parts of a split one, open for reading tensors as they are."""
+
+    def __new__(cls, path: str | PathLike[str]) -> Reader: ...
+    def header(self) -> FileInfo:
+        """What `inspect` gives."""
+
+    def rows(self, name: str, start: int, end: int) -> NDArray[np.uint8]:
+        """The bytes of a tensor's rows from `start` up to `end`; its first dimension is a row."""
+
+@final
+class Writer:
+    """Writes a GGUF file of known keys and tensors, a few rows at a time; it takes its place once it is whole.
+
+    Args:
+        path: The file; one that is there is replaced at the end.
+        keys: Names with kind and value. Kinds are u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, bool, string, and
+            lists of them, array:u32 and so on. A name with None is left out of what `source` has.
+        tensors: Name, type ("F16", "Q4_K", …) and dimensions, innermost first, in the order of writing.
+        source: A file whose keys stand first, those that `keys` names replaced.
+        power_infer: Begin with PowerInfer's magic.
+        threads: Threads to encode with; none for the physical cores.
+
+    Raises:
+        InvalidArgumentError: A key's value isn't of its kind, or a tensor can't have its type.
+        ModelFileError: The file can't be written.
+    """
+
+    def __new__(
+        cls,
+        path: str | PathLike[str],
+        keys: Sequence[tuple[str, tuple[str, Any] | None]],
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        *,
+        source: Reader | None = None,
+        power_infer: bool = False,
+        threads: int | None = None,
+    ) -> Writer: ...
+    def write(self, rows: NDArray[np.uint8], dtype: str, importance: NDArray[np.float32] | None = None) -> None:
+        """Write the next rows of the current tensor.
+
+        Args:
+            rows: The bytes of whole rows in type `dtype`: copied where that is the tensor's, else decoded and encoded.
+            dtype: The type of `rows`.
+            importance: How much an error in each column weighs, (row length,).
+
+        Raises:
+            InvalidArgumentError: They are no whole rows, or more than the tensor has left.
+            ModelFormatError: A value is no number that the tensor's type can hold.
+            ModelFileError: The disk is full, say.
+        """
+
+    def finish(self) -> None:
+        """Put the file in its place.
+
+        Raises:
+            InvalidArgumentError: Tensors are still to come.
+        """
+
+    def abandon(self) -> None:
+        """Leave nothing behind; after `finish` this does nothing."""

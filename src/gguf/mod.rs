@@ -18,7 +18,7 @@ use crate::quant::{Bytes, Matrix, Source};
 use crate::{Error, Result};
 
 pub use header::{Magic, TensorInfo};
-pub use value::{Array, Value};
+pub use value::{Array, Value, ValueKind};
 
 /// A model file, or all parts of a split one.
 pub struct Gguf {

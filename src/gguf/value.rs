@@ -19,10 +19,33 @@ pub enum ValueKind {
     F64,
 }
 
+/// All kinds, with the names that Python gives them.
+const KINDS: [(ValueKind, &str); 13] = {
+    use ValueKind::*;
+    [
+        (U8, "u8"),
+        (I8, "i8"),
+        (U16, "u16"),
+        (I16, "i16"),
+        (U32, "u32"),
+        (I32, "i32"),
+        (F32, "f32"),
+        (Bool, "bool"),
+        (String, "string"),
+        (Array, "array"),
+        (U64, "u64"),
+        (I64, "i64"),
+        (F64, "f64"),
+    ]
+};
+
 impl ValueKind {
     pub fn from_id(id: u32) -> Option<Self> {
-        use ValueKind::*;
-        [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64].get(id as usize).copied()
+        KINDS.get(id as usize).map(|(kind, _)| *kind)
+    }
+
+    pub fn from_name(name: &str) -> Option<Self> {
+        KINDS.iter().find(|(_, known)| *known == name).map(|(kind, _)| *kind)
     }
 
     /// GGUF's number for the kind: they are declared in its order.

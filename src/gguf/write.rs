@@ -22,7 +22,7 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    fn n_bytes(&self) -> usize {
+    pub fn n_bytes(&self) -> usize {
         self.dtype.row_bytes(self.dims.iter().product())
     }
 }
@@ -30,23 +30,44 @@ impl TensorSpec {
 /// A file on its way.
 pub struct Writer {
     file: WholeFile,
-    /// Bytes of the tensors to come, the next one last.
-    to_come: Vec<usize>,
+    /// The tensors that aren't whole yet, the current one last.
+    to_come: Vec<TensorSpec>,
+    /// Bytes of the current tensor that are written.
+    written: usize,
 }
 
 impl Writer {
     /// Writes the header of a file with these keys and tensors, in this order.
-    pub fn create(path: &Path, magic: Magic, keys: &[(&str, Value)], tensors: &[TensorSpec]) -> Result<Self> {
+    pub fn create(
+        path: &Path,
+        magic: Magic,
+        keys: &[(&str, &Value)],
+        mut tensors: Vec<TensorSpec>,
+    ) -> Result<Self> {
         let mut file = WholeFile::create(path)?;
-        file.put(&header(magic, keys, tensors))?;
-        Ok(Self { file, to_come: tensors.iter().rev().map(TensorSpec::n_bytes).collect() })
+        file.put(&header(magic, keys, &tensors))?;
+        tensors.reverse();
+        Ok(Self { file, to_come: tensors, written: 0 })
     }
 
-    /// Writes the next tensor. Panics where there is none, or one of another length.
-    pub fn tensor(&mut self, bytes: &[u8]) -> Result<()> {
-        assert_eq!(self.to_come.pop(), Some(bytes.len()), "the tensors that the header says");
+    /// The tensor that what comes next belongs to, and its bytes that are still to come.
+    pub fn current(&self) -> Option<(&TensorSpec, usize)> {
+        self.to_come.last().map(|spec| (spec, spec.n_bytes() - self.written))
+    }
+
+    /// Writes more of the current tensor, or all of it. Panics where there is none, or less of it to come.
+    pub fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        let (spec, left) = self.current().expect("a tensor that the header says");
+        let (all, left) =
+            (spec.n_bytes(), left.checked_sub(bytes.len()).expect("no more than the header says"));
         self.file.put(bytes)?;
-        self.file.put(&[0; ALIGNMENT][..padding(bytes.len())])
+        self.written += bytes.len();
+        if left == 0 {
+            self.file.put(&[0; ALIGNMENT][..padding(all)])?;
+            self.to_come.pop();
+            self.written = 0;
+        }
+        Ok(())
     }
 
     /// Puts the file in its place, instead of what may be there. Panics where a tensor lacks.
@@ -60,7 +81,7 @@ fn padding(n: usize) -> usize {
     n.next_multiple_of(ALIGNMENT) - n
 }
 
-fn header(magic: Magic, keys: &[(&str, Value)], tensors: &[TensorSpec]) -> Vec<u8> {
+fn header(magic: Magic, keys: &[(&str, &Value)], tensors: &[TensorSpec]) -> Vec<u8> {
     let mut out = match magic {
         Magic::Gguf => b"GGUF".to_vec(),
         Magic::PowerInfer => b"PWRI".to_vec(),

@@ -61,16 +61,58 @@ pub fn metadata<'py>(py: Python<'py>, gguf: &Gguf) -> PyResult<Bound<'py, PyDict
 /// The header of a file: see `_engine.pyi`.
 #[pyfunction]
 pub fn inspect(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyDict>> {
-    let gguf = enter(py, || Gguf::open(&path))?;
+    header(py, &enter(py, || Gguf::open(&path))?)
+}
+
+fn header<'py>(py: Python<'py>, gguf: &Gguf) -> PyResult<Bound<'py, PyDict>> {
     let out = PyDict::new(py);
     out.set_item("magic", if gguf.magic() == Magic::Gguf { "GGUF" } else { "PWRI" })?;
     out.set_item("version", gguf.version())?;
     out.set_item("file_bytes", gguf.n_bytes())?;
-    out.set_item("metadata", metadata(py, &gguf)?)?;
+    out.set_item("metadata", metadata(py, gguf)?)?;
     let tensors: Vec<_> =
         gguf.tensors().map(|t| (t.name.clone(), t.dtype.name(), t.dims.clone(), t.range.len())).collect();
     out.set_item("tensors", tensors)?;
     Ok(out)
+}
+
+/// A file, open for reading tensors as they are: see `_engine.pyi`.
+#[pyclass(frozen, module = "powerinfer_rs._engine")]
+pub struct Reader {
+    pub gguf: Gguf,
+}
+
+#[pymethods]
+impl Reader {
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        Ok(Self { gguf: enter(py, || Gguf::open(&path))? })
+    }
+
+    fn header<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        header(py, &self.gguf)
+    }
+
+    fn rows<'py>(
+        &self,
+        py: Python<'py>,
+        name: &str,
+        start: usize,
+        end: usize,
+    ) -> PyResult<Bound<'py, PyArray1<u8>>> {
+        let rows = enter(py, || {
+            let Some(matrix) = self.gguf.matrix(name) else {
+                return Err(Error::argument("name", format!("{name:?}"), "a tensor of the file"));
+            };
+            if start > end || end > matrix.n_rows() {
+                let expected = format!("rows from 0 to {}", matrix.n_rows());
+                return Err(Error::argument("rows", format!("{start} to {end}"), expected));
+            }
+            let n = matrix.dtype().row_bytes(matrix.n_cols());
+            Ok(matrix.bytes()[start * n..end * n].to_vec())
+        })?;
+        Ok(rows.into_pyarray(py))
+    }
 }
 
 /// One tensor, decoded: see `_engine.pyi`.

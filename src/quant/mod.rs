@@ -5,8 +5,11 @@
 //! that view, [`decode`] turns it into float32, and the CPU kernels take their dot products from it.
 //! This room uses nothing else of the crate.
 
+pub mod encode;
+mod fit;
 mod interleave;
 mod iq4;
+mod k_encode;
 mod k_quants;
 mod q4;
 mod q5;

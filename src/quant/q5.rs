@@ -1,5 +1,7 @@
 //! Q5_0 and Q5_1: as Q4_0 and Q4_1, with each weight's fifth bit in a word of 32.
 
+use super::encode::{Encode, in_f16};
+use super::q4::{offset_blocks, pack, signed_blocks};
 use super::{Block, Groups, f16_at};
 
 /// `f16 d; u32 qh; u8 qs[16]`, `w = d * (q - 16)`.
@@ -30,6 +32,34 @@ impl Block for Q5_1 {
         five_bits(&block[4..24], &mut out.q, 0);
         out.fill(0, 2, f16_at(block, 0), f16_at(block, 2));
     }
+}
+
+impl Encode for Q5_0 {
+    fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+        for (i, levels, d) in signed_blocks(row, importance, 16.0) {
+            let block = &mut out[i * 22..][..22];
+            block[..2].copy_from_slice(&in_f16(d).0);
+            pack_five(&levels, &mut block[2..]);
+        }
+    }
+}
+
+impl Encode for Q5_1 {
+    fn encode(row: &[f32], importance: Option<&[f32]>, out: &mut [u8]) {
+        for (i, levels, d, m) in offset_blocks(row, importance, 31.0) {
+            let block = &mut out[i * 24..][..24];
+            block[..2].copy_from_slice(&in_f16(d).0);
+            block[2..4].copy_from_slice(&in_f16(m).0);
+            pack_five(&levels, &mut block[4..]);
+        }
+    }
+}
+
+/// The inverse of [`five_bits`].
+fn pack_five(levels: &[u8; 32], out: &mut [u8]) {
+    let qh = levels.iter().enumerate().fold(0u32, |bits, (i, level)| bits | u32::from(level >> 4) << i);
+    out[..4].copy_from_slice(&qh.to_le_bytes());
+    pack(levels, &mut out[4..]);
 }
 
 #[inline(always)]

@@ -2,6 +2,7 @@
 
 use half::f16;
 
+use super::encode::Encode;
 use super::{Block, Groups, f16_at};
 
 /// `f16 d; i8 qs[32]`, `w = d * q`.
@@ -18,6 +19,13 @@ impl Block for Q8_0 {
             out.q[i] = block[2 + i] as i8;
         }
         out.fill(0, 2, f16_at(block, 0), 0.0);
+    }
+}
+
+impl Encode for Q8_0 {
+    /// With eight bits there is nothing to choose by importance.
+    fn encode(row: &[f32], _: Option<&[f32]>, out: &mut [u8]) {
+        encode_q8_0(row, out);
     }
 }
 

@@ -70,16 +70,17 @@ impl GpuIndex {
             (CAPACITY_KEY, Value::U64(self.capacity)),
         ];
         let spec = |name: String, n: usize| TensorSpec { name, dtype: DType::I32, dims: vec![n] };
+        let keys: Vec<(&str, &Value)> = keys.iter().map(|(name, value)| (*name, value)).collect();
         let tensors = self.hot.iter().enumerate().flat_map(|(layer, hot)| {
             let [index, bucket] = names(layer);
             [spec(index, self.n_ff), spec(bucket, hot.len())]
         });
-        let mut writer = Writer::create(path, Magic::PowerInfer, &keys, &tensors.collect::<Vec<_>>())?;
+        let mut writer = Writer::create(path, Magic::PowerInfer, &keys, tensors.collect())?;
         for hot in &self.hot {
             let mut index = vec![0; self.n_ff];
             hot.iter().for_each(|neuron| index[*neuron as usize] = 1);
-            writer.tensor(&bytes(&index))?;
-            writer.tensor(&bytes(hot))?;
+            writer.put(&bytes(&index))?;
+            writer.put(&bytes(hot))?;
         }
         writer.finish()
     }

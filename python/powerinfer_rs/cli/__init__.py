@@ -13,7 +13,7 @@ from typing import NoReturn
 import typer
 
 from .._engine import PowerInferError
-from . import bench, generate, inspect, options, split, tokenize
+from . import bench, generate, inspect, options, quantize, split, tokenize
 
 app = typer.Typer(
     name="powerinfer",
@@ -28,6 +28,7 @@ app.command("inspect")(inspect.inspect)
 app.command("tokenize")(tokenize.tokenize)
 app.command("bench")(bench.bench)
 app.command("split")(split.split)
+app.command("quantize")(quantize.quantize)
 
 
 @app.callback()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +13,7 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from ..engine import Engine
 
@@ -110,6 +112,28 @@ DisableGpuIndex = Annotated[
     bool, typer.Option("--disable-gpu-index", help="Choose neurons for the GPU without any file of them.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[Callable[[int, int], object]]:
+    """A progress bar on a terminal, and what moves it: called with how much is done and how much there is."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def notice(text: str) -> None:
+    """Tell something beside the result, on standard error."""
+    print(f"powerinfer: {text}", file=sys.stderr)
 
 
 def to_json(value: object) -> str:
